@@ -1,0 +1,39 @@
+"""The errors that a person can act on. Everything else is a bug and keeps its traceback."""
+
+from __future__ import annotations
+
+#: Exit codes of every command (130, interrupted, is Python's and the shell's own).
+EXIT_OK, EXIT_BAD_INPUT, EXIT_NOTHING_FEASIBLE, EXIT_INTERRUPTED = 0, 2, 3, 130
+
+
+class SweepError(Exception):
+    """Base of all errors of this package."""
+
+
+class BadInput(SweepError):
+    """A value that cannot be used. Printed as one line `key.path=value: what is wrong; what to do`, exit code 2."""
+
+    def __init__(self, key: str, value: object, wrong: str, todo: str) -> None:
+        self.key, self.value, self.wrong, self.todo = key, value, wrong, todo
+        shown = "null" if value is None else str(value)
+        super().__init__(f"{key}={shown}: {wrong}; {todo}")
+
+    def __reduce__(self) -> tuple[type[BadInput], tuple[str, object, str, str]]:
+        # The default would call __init__ with the one formatted argument when an error crosses a process border.
+        return type(self), (self.key, self.value, self.wrong, self.todo)
+
+
+class DeviceOutOfMemory(SweepError):
+    """The emulated device (`device.capacity_mib` on a CPU) is full. Stands for torch.OutOfMemoryError there."""
+
+
+class NotEquivalent(SweepError):
+    """A strategy does not compute what the baseline computes."""
+
+
+class CannotPredict(SweepError):
+    """The peak cannot be predicted (data-dependent shapes, custom kernels, compiled graphs); the message names the cause."""
+
+
+class NothingOffloaded(SweepError):
+    """Offload was asked for and moved no byte: an error, since it would otherwise look like a result."""

@@ -1,0 +1,270 @@
+"""What a trial leaves behind: plain data, to and from JSON, with the unit in every name.
+
+Sizes are MiB (2**20 bytes), times milliseconds unless the name says otherwise. `None` means "not known", never zero.
+Nothing here needs torch, so reports are made where no torch is installed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import types
+import typing
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+MIB = 2**20
+T = TypeVar("T")
+
+
+class Outcome(str, Enum):
+    """How a trial ended."""
+
+    ok = "ok"
+    over_budget = "over_budget"  # predicted not to fit, so it was not run
+    oom_device = "oom_device"
+    oom_host = "oom_host"
+    nan = "nan"
+    timeout = "timeout"
+    crashed = "crashed"  # the process died
+    invalid = "invalid"  # not equivalent to the baseline, or not predictable
+    failed = "failed"  # any other error
+
+
+class Evidence(str, Enum):
+    """How a number was obtained, weakest first."""
+
+    predicted = "predicted"  # nothing was run
+    cpu = "cpu"  # run on a CPU: memory is the ledger's, times are a CPU's
+    smoke = "smoke"  # run on a GPU, too short to conclude
+    measured = "measured"  # run on a GPU with enough steps and repeats
+
+
+class Verdict(str, Enum):
+    accept = "accept"
+    tune = "tune"
+    reject = "reject"
+
+
+class Category(str, Enum):
+    """What a piece of memory holds. `host` is beside the device, all others on it."""
+
+    parameter = "parameter"
+    buffer = "buffer"
+    gradient = "gradient"
+    optimizer_state = "optimizer_state"
+    activation = "activation"  # alive from forward into backward
+    input = "input"
+    temporary = "temporary"
+    host = "host"
+
+
+class Phase(str, Enum):
+    """The parts of an optimizer step. recompute and transfer lie inside forward or backward."""
+
+    data = "data"
+    forward = "forward"
+    backward = "backward"
+    recompute = "recompute"
+    optimizer = "optimizer"
+    transfer = "transfer"
+
+
+@dataclass
+class Holder:
+    """One of the largest owners of memory at the peak."""
+
+    name: str  # module or parameter name, or the operator where there is none
+    category: str
+    mib: float
+    count: int = 1  # tensors that were added up
+
+
+@dataclass
+class Peak:
+    """The highest point of the device memory that the ledger saw, and what was alive there."""
+
+    mib: float
+    phase: str
+    operator: str  # the operator whose allocation made the peak, such as aten.mm
+    module: str  # the module that was running, "" outside of any
+    at_peak_mib: dict[str, float] = field(default_factory=dict)  # by category, device only; sums to `mib`
+    largest: list[Holder] = field(default_factory=list)
+    phase_peaks_mib: dict[str, float] = field(default_factory=dict)  # highest point within each phase
+    host_peak_mib: float = 0.0  # highest sum of host copies (offload)
+
+
+@dataclass
+class Prediction:
+    """What a step would take on a device. Nothing was run: theoretical, never a gain."""
+
+    device: str
+    allocated_mib: float
+    reserved_mib: float
+    fits: bool
+    headroom_mib: float | None  # capacity less reserved and context; negative: short by so much; None: no capacity known
+    capacity_mib: float | None
+    context_mib: float  # driver and CUDA context, outside of both statistics
+    fragmentation_mib: float  # reserved less allocated at the highest reserved point
+    peak: Peak | None = None
+    to_host_mib: float = 0.0  # moved in one optimizer step
+    from_host_mib: float = 0.0
+    transfer_one_way_ms: float | None = None  # theoretical, at the device's link bandwidth
+    transfer_round_trip_ms: float | None = None
+    recompute_flops_ratio: float = 0.0  # recomputed FLOPs over those of a step without recomputation
+    flops_per_step: float = 0.0
+    seconds: float = 0.0  # what predicting took
+    emulations: list[str] = field(default_factory=list)  # CUDA behaviours that were emulated, by name
+    error_ratio: float | None = None  # predicted over measured peak, less one; set once measured
+    peak_phase: str = ""
+    peak_operator: str = ""
+    at_peak_mib: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Verification:
+    """Whether the strategy computes what the baseline computes, from the same seed and batches."""
+
+    passed: bool
+    tolerance: float  # largest relative error allowed for this dtype
+    max_rel_err: float | None = None  # the largest of those below
+    loss_rel_err: float | None = None
+    output_rel_err: float | None = None
+    grad_rel_err: float | None = None
+    grad_worst: str = ""  # the parameter with the largest error
+    block_input_grad_rel_err: float | None = None
+    buffer_rel_err: float | None = None
+    rng_equal: bool | None = None  # None: not comparable (micro-batches draw other masks)
+    updates_expected: int = 1  # optimizer steps
+    updates: int = 1
+    bit_equal: bool = False
+    dropout: str = "on"  # "on" | "off" (compared with dropout off)
+    scope: str = "full"  # "full", or what was cut: "4 of 24 blocks, batch 2"
+    reason: str = ""  # why it failed, in words
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Measurement:
+    """What a run showed. Times are medians over all timed steps of all repeats."""
+
+    evidence: str
+    steps: int  # timed steps per repeat
+    repeats: int
+    step_ms: float
+    step_ms_low: float  # 25th percentile of the timed steps
+    step_ms_high: float  # 75th percentile
+    samples_per_s: float
+    tokens_per_s: float | None
+    peak_allocated_mib: float  # CUDA's own statistic, or the ledger's on a CPU
+    peak_reserved_mib: float | None  # CUDA only
+    peak: Peak | None = None  # the ledger's explanation
+    phases_ms: dict[str, float] = field(default_factory=dict)
+    train_loss: list[float] = field(default_factory=list)  # one value per optimizer step, warm-up included
+    eval_loss_before: float | None = None
+    eval_loss: float | None = None  # held-out loss after the last step
+    to_host_mib: float = 0.0  # moved in one optimizer step
+    from_host_mib: float = 0.0
+    step_times_ms: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Decision:
+    verdict: str
+    reasons: list[str] = field(default_factory=list)  # codes, such as over_memory
+    next_action: str = ""
+    against: str = ""  # what was compared with, in words
+    peak_mib: float | None = None
+    saved_mib: float | None = None
+    throughput_ratio: float | None = None  # to the baseline
+    eval_loss_ratio: float | None = None
+
+
+@dataclass
+class TrialResult:
+    """Everything that is known about one trial."""
+
+    name: str  # what a person calls it: "checkpoint", or "checkpoint micro_batch_size=4"
+    strategy: str
+    workload: str
+    device: str
+    outcome: str
+    evidence: str
+    is_baseline: bool
+    fixed_id: str  # digest of all that must be equal within a comparison (workload, device, measure, mode)
+    strategy_id: str = ""  # digest of the strategy config
+    mode: str = "measure"  # "measure" | "predict"
+    config: dict[str, Any] = field(default_factory=dict)  # resolved
+    overrides: list[str] = field(default_factory=list)
+    command: str = ""  # repeats this trial
+    data_version: str = ""
+    parameters: int | None = None
+    blocks: int | None = None
+    prediction: Prediction | None = None
+    verification: Verification | None = None
+    measurement: Measurement | None = None
+    decision: Decision | None = None
+    error: str = ""  # one line
+    details: str = ""  # the traceback or the child's last output
+    environment: dict[str, str] = field(default_factory=dict)
+    folder: str = ""
+    mlflow_run_id: str | None = None
+    wall_s: float = 0.0
+    started_at: str = ""  # ISO 8601, UTC
+
+    @property
+    def peak_mib(self) -> float | None:
+        """The peak that decides: measured where there is one, else predicted."""
+        if self.measurement is not None:
+            return self.measurement.peak_allocated_mib
+        return self.prediction.allocated_mib if self.prediction is not None else None
+
+
+def to_dict(value: Any) -> Any:
+    """A result as JSON's own types. Non-finite floats become null, since JSON has none."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_dict(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {str(k): to_dict(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_dict(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def from_dict(cls: type[T], data: dict[str, Any]) -> T:
+    """The inverse of `to_dict`. Keys of a newer version are ignored, so that old reports stay readable."""
+    hints = typing.get_type_hints(cls)
+    known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    return cls(**{k: _parse(hints[k], v) for k, v in data.items() if k in known})
+
+
+def _parse(hint: Any, value: Any) -> Any:
+    if value is None:
+        return None
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _parse(next(a for a in args if a is not type(None)), value)
+    if dataclasses.is_dataclass(hint):
+        return from_dict(typing.cast(type, hint), value)
+    if origin is list:
+        return [_parse(args[0], v) for v in value]
+    return value
+
+
+def write_json(value: Any, path: Path) -> None:
+    """Write a result whole or not at all: a reader or a kill never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(to_dict(value), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def read_trial(path: Path) -> TrialResult:
+    return from_dict(TrialResult, json.loads(path.read_text(encoding="utf-8")))

@@ -1,0 +1,300 @@
+"""The configuration: every field typed, with its unit and meaning beside it.
+
+Hydra composes the YAML files under conf/ into these dataclasses, which refuse unknown keys and wrong types.
+What depends on several fields at once is checked by `check`; what depends on the model by `sweep.strategy.check_blocks`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Optional, Union
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from sweep.errors import BadInput
+
+# OmegaConf reads the annotations at run time and knows Optional/Union, hence no `X | None` in this file.
+# Members are lower case: OmegaConf matches enum values by member name.
+
+
+class Mode(Enum):
+    measure = "measure"  # run it
+    predict = "predict"  # predict the peak, run nothing
+
+
+class Dtype(Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"  # parameters and computation
+    amp_bf16 = "amp_bf16"  # fp32 parameters, forward and loss under autocast
+    amp_fp16 = "amp_fp16"  # likewise in fp16, with a gradient scaler
+
+
+class Attention(Enum):
+    sdpa = "sdpa"  # torch's scaled_dot_product_attention, fused where there is a kernel
+    eager = "eager"  # written out: the probabilities are stored
+
+
+class OptimizerName(Enum):
+    adamw = "adamw"
+    adam = "adam"
+    sgd = "sgd"
+
+
+class Implementation(Enum):
+    auto = "auto"  # torch's default: foreach on CUDA, loop on a CPU
+    fused = "fused"  # one kernel, no temporaries
+    foreach = "foreach"  # a few kernels over all tensors, temporaries about as large as the parameters
+    loop = "loop"  # tensor by tensor
+
+
+class Scheduler(Enum):
+    constant = "constant"
+    cosine = "cosine"
+    linear = "linear"
+
+
+class Granularity(Enum):
+    none = "none"
+    blocks = "blocks"  # every `every_k`-th block is recomputed
+    segments = "segments"  # groups of `segment_size` consecutive blocks, each recomputed as one
+    selective = "selective"  # every `every_k`-th block, but results of matmul and attention operators are kept
+    parts = "parts"  # only the parts of a block that match `parts` (such as its attention or its MLP)
+
+
+class Placement(Enum):
+    none = "none"
+    inputs = "inputs"  # block inputs only: what checkpointing leaves
+    blocks = "blocks"  # everything that the chosen `blocks` save
+    all = "all"  # everything that is saved, outside of blocks too
+
+
+class OffloadImplementation(Enum):
+    hooks = "hooks"  # ours: skips parameters, keeps strides and aliases
+    save_on_cpu = "save_on_cpu"  # torch.autograd.graph.save_on_cpu around the whole model, for comparison
+
+
+class Isolate(Enum):
+    auto = "auto"  # a fresh process on CUDA, in process on a CPU
+    always = "always"
+    never = "never"
+
+
+class MinEvidence(Enum):
+    auto = "auto"  # measured on a GPU, cpu on a CPU, predicted when only predicting
+    predicted = "predicted"
+    cpu = "cpu"
+    smoke = "smoke"
+    measured = "measured"
+
+
+@dataclass
+class OptimizerConf:
+    name: OptimizerName = OptimizerName.adamw
+    implementation: Implementation = Implementation.auto
+    lr: float = 3e-4
+    weight_decay: float = 0.0
+    kwargs: dict[str, Any] = field(default_factory=dict)  # passed on as they are: betas, eps, momentum, ...
+    target: Optional[str] = None  # import path of another optimizer class, instead of `name`
+
+
+@dataclass
+class SchedulerConf:
+    name: Scheduler = Scheduler.constant
+    warmup_steps: int = 0  # optimizer steps
+    total_steps: int = 1000  # optimizer steps until the end of the decay
+
+
+@dataclass
+class WorkloadConf:
+    """What is trained. Fixed within a comparison."""
+
+    name: str = MISSING
+    model: dict[str, Any] = MISSING  # `_target_` (an nn.Module) and its arguments
+    data: dict[str, Any] = MISSING  # `_target_` (a data source) and its arguments
+    loss: dict[str, Any] = field(default_factory=lambda: {"_target_": "sweep.workload.loss.CrossEntropy"})
+    dtype: Dtype = Dtype.fp32
+    attention: Attention = Attention.sdpa
+    optimizer: OptimizerConf = field(default_factory=OptimizerConf)
+    scheduler: SchedulerConf = field(default_factory=SchedulerConf)
+    grad_clip_norm: Optional[float] = None  # largest norm of all gradients together
+    global_batch_size: int = 16  # samples per optimizer step
+    seq_len: Optional[int] = None  # tokens per sample, where there are any
+    seed: int = 0  # weights, batches and dropout
+    blocks: Optional[str] = None  # pattern of module names, such as "layers.*"; null: found by itself
+
+
+@dataclass
+class CheckpointConf:
+    granularity: Granularity = Granularity.none
+    every_k: int = 1  # blocks and selective: the first block of every k is recomputed
+    segment_size: int = 1  # segments: blocks per segment
+    parts: list[str] = field(default_factory=list)  # parts: patterns of names inside a block, such as "attn" or "mlp"
+    keep_ops: Optional[list[str]] = None  # selective: operators kept, such as "aten.mm.default"; null: matmul and attention
+
+
+@dataclass
+class OffloadConf:
+    placement: Placement = Placement.none
+    blocks: Optional[str] = None  # blocks: "first:N", "every:K" or "0,3,5"
+    min_tensor_kib: float = 64.0  # smaller tensors stay on the device
+    keep_last: int = 1  # blocks at the end whose tensors stay: backward needs them at once
+    pin_memory: bool = True  # CUDA: page-locked host buffers
+    implementation: OffloadImplementation = OffloadImplementation.hooks
+
+
+@dataclass
+class StrategyConf:
+    """How the memory is spent. The only thing that changes within a comparison."""
+
+    name: str = MISSING
+    micro_batch_size: Optional[int] = None  # samples; null: the whole global batch at once
+    checkpoint: CheckpointConf = field(default_factory=CheckpointConf)
+    offload: OffloadConf = field(default_factory=OffloadConf)
+
+
+@dataclass
+class BudgetConf:
+    memory_mib: Optional[float] = None  # cap on the peak; null: the device's capacity
+    min_throughput_ratio: Optional[float] = None  # to the baseline's samples per second
+    min_samples_per_s: Optional[float] = None
+    max_eval_loss_ratio: Optional[float] = None  # to the baseline's held-out loss
+    max_eval_loss: Optional[float] = None
+    min_saving_mib: Optional[float] = None  # smallest saving against the baseline that counts
+    min_evidence: MinEvidence = MinEvidence.auto  # least evidence that may be accepted
+
+
+@dataclass
+class DeviceConf:
+    name: str = MISSING
+    type: str = "auto"  # auto | cpu | cuda
+    index: int = 0
+    capacity_mib: Optional[float] = None  # on a CPU: enforced by the ledger; a CUDA device: set as the process's limit
+    context_mib: Optional[float] = None  # what driver and CUDA context take beside the allocator
+    compute_capability: Optional[str] = None  # such as "8.9"; null: not CUDA
+    cublas_workspace_mib: Optional[float] = None  # per handle and stream; null: by compute capability
+    memory_bandwidth_gb_s: Optional[float] = None  # 1e9 bytes per second
+    link_bandwidth_gb_s: Optional[float] = None  # host to device, one way, 1e9 bytes per second
+    peak_tflops: dict[str, float] = field(default_factory=dict)  # by dtype, dense: fp32, tf32, bf16, fp16
+    source: str = ""  # where the numbers were published
+
+
+@dataclass
+class MeasureConf:
+    warmup_steps: int = 2  # optimizer steps, not timed
+    steps: int = 5  # timed optimizer steps per repeat
+    repeats: int = 3
+    eval_batches: int = 2  # held-out batches, before and after
+    verify: bool = True  # compare with the baseline before measuring
+    verify_steps: int = 1  # optimizer steps compared
+    ledger: bool = True  # CPU: the memory pass (peaks are unknown without it); CUDA: the explanation
+    isolate: Isolate = Isolate.auto
+    timeout_s: float = 1800.0  # per trial
+
+
+@dataclass
+class TrackingConf:
+    enabled: bool = True
+    uri: Optional[str] = None  # an MLflow server or database; null: mlruns/mlflow.db beside train.py
+    experiment: str = "memory-strategies"
+    system_metrics: bool = True  # MLflow's own sampling of CPU, GPU and memory
+
+
+@dataclass
+class Config:
+    workload: WorkloadConf = MISSING
+    strategy: StrategyConf = MISSING
+    budget: BudgetConf = field(default_factory=BudgetConf)
+    device: DeviceConf = MISSING
+    measure: MeasureConf = field(default_factory=MeasureConf)
+    tracking: TrackingConf = field(default_factory=TrackingConf)
+    mode: Mode = Mode.measure
+    compare: bool = True  # run the baseline too, where the sweep leaves it out
+
+
+def typed(cfg: Union[DictConfig, dict[str, Any]]) -> Config:
+    """The composed config as dataclasses, interpolations resolved, checked for what depends on several fields."""
+    node = cfg if isinstance(cfg, DictConfig) else OmegaConf.create(cfg)
+    if OmegaConf.get_type(node) is not Config:
+        node = OmegaConf.merge(OmegaConf.structured(Config), node)  # type: ignore[assignment]
+    config = OmegaConf.to_object(node)
+    assert isinstance(config, Config)
+    check(config)
+    return config
+
+
+def plain(config: Any) -> Any:
+    """A config dataclass as JSON's own types; enums by name."""
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return {f.name: plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    if isinstance(config, Enum):
+        return config.name
+    if isinstance(config, dict):
+        return {str(k): plain(v) for k, v in config.items()}
+    if isinstance(config, (list, tuple)):
+        return [plain(v) for v in config]
+    return config
+
+
+def check(config: Config) -> None:
+    """Raise BadInput for values that are wrong by themselves or against each other. Needs no model."""
+    w, s, b, d, m = config.workload, config.strategy, config.budget, config.device, config.measure
+    _at_least("workload.global_batch_size", w.global_batch_size, 1)
+    _at_least("workload.seq_len", w.seq_len, 1)
+    _above_zero("workload.optimizer.lr", w.optimizer.lr)
+    _at_least("workload.optimizer.weight_decay", w.optimizer.weight_decay, 0)
+    _above_zero("workload.grad_clip_norm", w.grad_clip_norm)
+    _at_least("workload.scheduler.warmup_steps", w.scheduler.warmup_steps, 0)
+    _at_least("workload.scheduler.total_steps", w.scheduler.total_steps, 1)
+    for group, node in (("model", w.model), ("data", w.data), ("loss", w.loss)):
+        if "_target_" not in node:
+            raise BadInput(f"workload.{group}._target_", None, "is missing", "give the import path of a class or function")
+
+    micro = s.micro_batch_size
+    _at_least("strategy.micro_batch_size", micro, 1)
+    if micro is not None and micro > w.global_batch_size:
+        raise BadInput(
+            "strategy.micro_batch_size",
+            micro,
+            f"is larger than the global batch of {w.global_batch_size} samples",
+            f"give 1 to {w.global_batch_size}, or raise workload.global_batch_size",
+        )
+    c, o = s.checkpoint, s.offload
+    _at_least("strategy.checkpoint.every_k", c.every_k, 1)
+    _at_least("strategy.checkpoint.segment_size", c.segment_size, 1)
+    if c.granularity is Granularity.parts and not c.parts:
+        raise BadInput("strategy.checkpoint.parts", [], "names no part of a block", "give patterns such as [attn] or [mlp]")
+    _at_least("strategy.offload.min_tensor_kib", o.min_tensor_kib, 0)
+    _at_least("strategy.offload.keep_last", o.keep_last, 0)
+    if o.placement is Placement.blocks and not o.blocks:
+        raise BadInput("strategy.offload.blocks", o.blocks, "names no block", "give first:N, every:K or a list such as 0,3,5")
+
+    for name in ("memory_mib", "min_samples_per_s", "max_eval_loss"):
+        _above_zero(f"budget.{name}", getattr(b, name))
+    for name in ("min_throughput_ratio", "max_eval_loss_ratio", "min_saving_mib"):
+        _at_least(f"budget.{name}", getattr(b, name), 0)
+
+    if d.type not in ("auto", "cpu", "cuda"):
+        raise BadInput("device.type", d.type, "is not a kind of device", "give auto, cpu or cuda")
+    _above_zero("device.capacity_mib", d.capacity_mib)
+    _at_least("device.index", d.index, 0)
+    _at_least("device.context_mib", d.context_mib, 0)
+    for name in ("memory_bandwidth_gb_s", "link_bandwidth_gb_s"):
+        _above_zero(f"device.{name}", getattr(d, name))
+    _at_least("measure.warmup_steps", m.warmup_steps, 0)
+    _at_least("measure.steps", m.steps, 1)
+    _at_least("measure.repeats", m.repeats, 1)
+    _at_least("measure.eval_batches", m.eval_batches, 0)
+    _at_least("measure.verify_steps", m.verify_steps, 1)
+    _above_zero("measure.timeout_s", m.timeout_s)
+
+
+def _at_least(key: str, value: Optional[float], least: float) -> None:
+    if value is not None and not value >= least:
+        raise BadInput(key, value, f"is below {least}", f"give {least} or more")
+
+
+def _above_zero(key: str, value: Optional[float]) -> None:
+    if value is not None and not value > 0:
+        raise BadInput(key, value, "is not above zero", "give a positive number")
