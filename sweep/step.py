@@ -1,0 +1,141 @@
+"""One optimizer step over micro-batches, and the phases that it goes through.
+
+The global batch is kept whatever the micro-batch size: each micro-batch's loss sum is divided by the number of targets
+of the whole window, so that unequal, shorter and fully ignored micro-batches add up to exactly the gradient of the
+undivided batch, and there is one optimizer step and one scheduler step per global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sweep.results import Phase
+from sweep.workload import Batch, Workload, to_device
+
+
+class PhaseListener(Protocol):
+    def enter_phase(self, phase: str) -> None: ...
+
+    def leave_phase(self, phase: str) -> None: ...
+
+
+class Phases:
+    """Where a step is. Shared by the step, the strategies and whoever listens (clock, ledger, profiler).
+
+    A plain stack and not a context variable: recomputation and transfers are entered from autograd's own threads, while
+    the thread that called backward() waits.
+    """
+
+    def __init__(self) -> None:
+        self.stack: list[Phase] = []
+        self._listeners: list[PhaseListener] = []
+
+    @contextmanager
+    def __call__(self, phase: Phase) -> Iterator[None]:
+        self.stack.append(phase)
+        for listener in self._listeners:
+            listener.enter_phase(phase.value)
+        try:
+            yield
+        finally:
+            self.stack.pop()
+            for listener in reversed(self._listeners):
+                listener.leave_phase(phase.value)
+
+    @contextmanager
+    def listening(self, listener: PhaseListener) -> Iterator[None]:
+        self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            self._listeners.remove(listener)
+
+
+@dataclass
+class StepResult:
+    loss: Tensor  # 0-dim, on the device: mean over the window's targets
+    targets: int  # that the loss was divided by
+    micro_steps: int
+    updates: int  # optimizer steps taken (0: a gradient scaler skipped it)
+
+
+def run_step(
+    workload: Workload,
+    batch: Batch,
+    phases: Phases,
+    *,
+    micro_batch_size: int | None = None,
+    around_forward: Callable[[], AbstractContextManager[object]] = nullcontext,
+    max_micro_steps: int | None = None,
+) -> StepResult:
+    """Run one optimizer step on `batch` (host tensors, dimension 0 the sample).
+
+    `around_forward` is entered around model and loss of each micro-batch (the strategy's saved-tensor hooks).
+    `max_micro_steps` cuts the window short; prediction uses it, since the peak repeats from the second micro-step on.
+    """
+    workload.optimizer.zero_grad(set_to_none=True)
+    targets = workload.loss.count(batch)
+    parts = list(split(batch, micro_batch_size))[:max_micro_steps]
+    loss = accumulate_gradients(workload, parts, targets, phases, around_forward)
+    with phases(Phase.optimizer):
+        updates = update(workload)
+    return StepResult(loss, targets, len(parts), updates)
+
+
+def accumulate_gradients(
+    workload: Workload,
+    parts: list[Batch],
+    targets: int,
+    phases: Phases,
+    around_forward: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Tensor:
+    """Forward and backward over the window's micro-batches. Returns the mean loss over `targets`, 0-dim."""
+    total: Tensor | None = None
+    for part in parts:
+        with phases(Phase.data):
+            inputs = to_device(part, workload.device)
+        with phases(Phase.forward), around_forward(), workload.autocast():
+            loss = workload.loss(workload.model, inputs) / max(targets, 1)
+        with phases(Phase.backward):
+            scaled = loss if workload.scaler is None else workload.scaler.scale(loss)
+            scaled.backward()
+        total = loss.detach() if total is None else total + loss.detach()
+        del loss, scaled, inputs  # the next micro-batch must not find the last one's graph in memory
+    assert total is not None, "a batch has at least one sample"
+    return total
+
+
+def update(workload: Workload) -> int:
+    """Clip, step, schedule. Returns the number of optimizer steps that took effect."""
+    optimizer, scaler = workload.optimizer, workload.scaler
+    if workload.grad_clip_norm is not None:
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(workload.model.parameters(), workload.grad_clip_norm)
+    updates = 1
+    if scaler is None:
+        optimizer.step()
+    else:
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        updates = int(scaler.get_scale() >= scale)  # the scale only falls when non-finite gradients skipped the step
+    if workload.scheduler is not None and updates:
+        workload.scheduler.step()
+    return updates
+
+
+def split(batch: Batch, size: int | None) -> Iterator[Batch]:
+    """The batch in slices of `size` samples, the last one possibly shorter. None: the batch itself."""
+    samples = len(next(iter(batch.values())))
+    if size is None or size >= samples:
+        yield batch
+        return
+    for start in range(0, samples, size):
+        yield {name: tensor[start : start + size] for name, tensor in batch.items()}

@@ -1,0 +1,33 @@
+"""Workloads: model, data, loss and optimizer, built from a config and fixed within a comparison."""
+
+from sweep.workload.build import (
+    Batch,
+    Block,
+    DataSource,
+    Loss,
+    Workload,
+    build_data,
+    build_loss,
+    build_model,
+    build_optimizer,
+    build_scheduler,
+    build_workload,
+    find_blocks,
+    to_device,
+)
+
+__all__ = [
+    "Batch",
+    "Block",
+    "DataSource",
+    "Loss",
+    "Workload",
+    "build_data",
+    "build_loss",
+    "build_model",
+    "build_optimizer",
+    "build_scheduler",
+    "build_workload",
+    "find_blocks",
+    "to_device",
+]

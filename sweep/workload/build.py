@@ -1,0 +1,261 @@
+"""From a workload's config to its parts. Anything with an nn.Module, a loss and batches can be one, through `_target_`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Protocol, cast
+
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import get_class, instantiate
+from torch import Tensor, nn
+
+from sweep.errors import BadInput
+from sweep.schema import Dtype, Implementation, OptimizerName, Scheduler, WorkloadConf
+
+#: Named tensors, dimension 0 the sample. `inputs` goes into the model, `targets` into the loss (-100: ignored).
+Batch = dict[str, Tensor]
+
+
+class DataSource(Protocol):
+    """Batches of host tensors, the same for every strategy: they depend on the seed and the step alone."""
+
+    version: str  # digest of the data
+
+    def describe(self) -> dict[str, str | int]: ...
+
+    def train_batch(self, step: int, size: int) -> Batch: ...
+
+    def eval_batch(self, index: int, size: int) -> Batch: ...
+
+
+class Loss(Protocol):
+    """The SUM of the loss over a batch's targets (0-dim), and how many targets a batch has."""
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor: ...
+
+    def count(self, batch: Batch) -> int: ...
+
+
+@dataclass(frozen=True)
+class Block:
+    """A repeated part of the model: what strategies recompute or offload."""
+
+    name: str  # qualified, such as "layers.3"
+    module: nn.Module
+
+
+@dataclass
+class Workload:
+    conf: WorkloadConf
+    device: torch.device
+    model: nn.Module
+    blocks: list[Block]
+    data: DataSource
+    loss: Loss
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None
+    scaler: torch.amp.GradScaler | None
+    #: Device that autocast names; prediction runs CUDA's autocast rules on fake CPU tensors and so differs from `device`.
+    autocast_device: str = field(default="")
+
+    @property
+    def grad_clip_norm(self) -> float | None:
+        return self.conf.grad_clip_norm
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Autocast for model and loss, or nothing."""
+        dtype = AUTOCAST_DTYPE.get(self.conf.dtype)
+        if dtype is None:
+            return nullcontext()
+        return torch.autocast(self.autocast_device or self.device.type, dtype=dtype)
+
+    def train_batch(self, step: int) -> Batch:
+        return _floats_as(self.data.train_batch(step, self.conf.global_batch_size), self.conf.dtype)
+
+    def eval_batch(self, index: int, size: int) -> Batch:
+        return _floats_as(self.data.eval_batch(index, size), self.conf.dtype)
+
+
+AUTOCAST_DTYPE = {Dtype.amp_bf16: torch.bfloat16, Dtype.amp_fp16: torch.float16}
+
+
+def build_workload(conf: WorkloadConf, device: torch.device, data: DataSource | None = None) -> Workload:
+    """Model (seeded), blocks, data, loss, optimizer and scheduler on `device`. `data` may be shared between workloads."""
+    data = data if data is not None else build_data(conf)
+    model = build_model(conf, device)
+    optimizer = build_optimizer(conf, model)
+    return Workload(
+        conf=conf,
+        device=device,
+        model=model,
+        blocks=find_blocks(model, conf.blocks),
+        data=data,
+        loss=build_loss(conf),
+        optimizer=optimizer,
+        scheduler=build_scheduler(conf, optimizer),
+        scaler=torch.amp.GradScaler(device.type) if conf.dtype is Dtype.amp_fp16 else None,
+    )
+
+
+def build_data(conf: WorkloadConf) -> DataSource:
+    return cast(DataSource, _instantiate("workload.data", conf.data))
+
+
+def build_model(conf: WorkloadConf, device: torch.device | None = None) -> nn.Module:
+    """The model in training mode, its weights a function of the seed. None: on the current default device."""
+    torch.manual_seed(conf.seed)
+    model = _instantiate("workload.model", conf.model)
+    if not isinstance(model, nn.Module):
+        raise BadInput("workload.model._target_", conf.model["_target_"], "is no nn.Module", "name a module class")
+    if conf.dtype is Dtype.bf16:
+        model = model.to(torch.bfloat16)
+    return (model if device is None else model.to(device)).train()
+
+
+def build_loss(conf: WorkloadConf) -> Loss:
+    """The loss. A callable without `count` is taken to return the mean over the samples that it was given."""
+    loss = _instantiate("workload.loss", conf.loss)
+    if not callable(loss):
+        raise BadInput("workload.loss._target_", conf.loss["_target_"], "is not callable", "name a function or class")
+    return cast(Loss, loss) if hasattr(loss, "count") else _MeanOverSamples(loss)
+
+
+class _MeanOverSamples:
+    """Adapts `f(model, batch) -> mean over the samples`."""
+
+    def __init__(self, mean: Callable[[nn.Module, Batch], Tensor]) -> None:
+        self.mean = mean
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        return self.mean(model, batch) * self.count(batch)
+
+    def count(self, batch: Batch) -> int:
+        return len(next(iter(batch.values())))
+
+
+def build_optimizer(conf: WorkloadConf, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer over all parameters that take gradients."""
+    o = conf.optimizer
+    names = {OptimizerName.adamw: "AdamW", OptimizerName.adam: "Adam", OptimizerName.sgd: "SGD"}
+    path = o.target or f"torch.optim.{names[o.name]}"
+    try:
+        cls = get_class(path)
+    except Exception as error:
+        raise BadInput("workload.optimizer.target", path, _first_line(error), "give the import path of a class") from error
+    accepted = inspect.signature(cls).parameters
+    kwargs: dict[str, Any] = {"lr": o.lr}
+    # A weight decay of zero is passed on too: torch's AdamW has another default.
+    if "weight_decay" in accepted:
+        kwargs["weight_decay"] = o.weight_decay
+    choice = {
+        Implementation.auto: {},
+        Implementation.fused: {"fused": True},
+        Implementation.foreach: {"foreach": True},
+        Implementation.loop: {"foreach": False},
+    }[o.implementation]
+    kwargs |= {k: v for k, v in choice.items() if k in accepted} | o.kwargs
+    try:
+        return cls((p for p in model.parameters() if p.requires_grad), **kwargs)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BadInput("workload.optimizer", path, _first_line(error), "change workload.optimizer.*") from error
+
+
+def build_scheduler(
+    conf: WorkloadConf, optimizer: torch.optim.Optimizer
+) -> torch.optim.lr_scheduler.LRScheduler | None:
+    """Warm-up, then constant, linear to zero or half a cosine to zero; stepped once per optimizer step."""
+    s = conf.scheduler
+    if s.name is Scheduler.constant and not s.warmup_steps:
+        return None
+
+    def factor(step: int) -> float:
+        if step < s.warmup_steps:
+            return (step + 1) / s.warmup_steps
+        done = min(1.0, (step - s.warmup_steps) / max(1, s.total_steps - s.warmup_steps))
+        if s.name is Scheduler.linear:
+            return 1.0 - done
+        if s.name is Scheduler.cosine:
+            return 0.5 * (1.0 + torch.cos(torch.tensor(done * torch.pi)).item())
+        return 1.0
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def find_blocks(model: nn.Module, pattern: str | None = None) -> list[Block]:
+    """The model's blocks: the modules that `pattern` names, or the longest ModuleList or Sequential of like modules.
+
+    A pattern is a qualified module name in which `*` stands for anything within one level, such as "layers.*".
+    Returns [] where nothing is found by itself; raises BadInput for a pattern that matches nothing.
+    """
+    if pattern is not None:
+        depth = pattern.count(".")
+        names = [n for n, _ in model.named_modules() if n.count(".") == depth and fnmatchcase(n, pattern)]
+        if not names:
+            known = ", ".join(sorted({re.sub(r"\.\d+(?=\.|$)", ".*", n) for n, _ in model.named_modules() if n})[:8])
+            raise BadInput("workload.blocks", pattern, "matches no module", f"give a pattern such as one of: {known}")
+        return [Block(n, model.get_submodule(n)) for n in names]
+    best: list[Block] = []
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            run = max(_runs(list(module.named_children())), key=len, default=[])
+            if len(run) >= 2 and len(run) > len(best):
+                best = [Block(f"{name}.{child}" if name else child, m) for child, m in run]
+    return best
+
+
+def _runs(children: list[tuple[str, nn.Module]]) -> Iterator[list[tuple[str, nn.Module]]]:
+    """Maximal runs of neighbours of the same class that have parameters."""
+    run: list[tuple[str, nn.Module]] = []
+    for name, module in children:
+        if run and type(module) is not type(run[-1][1]):
+            yield run
+            run = []
+        if next(module.parameters(), None) is not None:
+            run.append((name, module))
+    if run:
+        yield run
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """A copy on the device, on a CPU too: there the device is emulated, and its inputs count as device memory."""
+    return {name: tensor.to(device, non_blocking=True, copy=True) for name, tensor in batch.items()}
+
+
+def _floats_as(batch: Batch, dtype: Dtype) -> Batch:
+    if dtype is not Dtype.bf16:
+        return batch
+    return {n: t.to(torch.bfloat16) if t.is_floating_point() else t for n, t in batch.items()}
+
+
+def _instantiate(key: str, node: dict[str, Any]) -> Any:
+    target = node["_target_"]
+    try:
+        return instantiate(node)
+    except InstantiationException as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, BadInput):
+                raise cause from None
+            if isinstance(cause, ModuleNotFoundError) or "Error locating target" in str(error):
+                raise BadInput(f"{key}._target_", target, _locating(error), "check the import path") from error
+            cause = cause.__cause__
+        raise BadInput(key, target, f"cannot be built: {_first_line(error.__cause__ or error)}", "check its arguments") from error
+
+
+def _locating(error: BaseException) -> str:
+    cause = error.__cause__
+    return f"cannot be imported ({_first_line(cause)})" if cause is not None else "cannot be imported"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
