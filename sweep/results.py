@@ -181,6 +181,32 @@ class Decision:
     saved_mib: float | None = None
     throughput_ratio: float | None = None  # to the baseline
     eval_loss_ratio: float | None = None
+    why: str = ""  # the verdict in words, with the numbers and what they rest on
+    cap_mib: float | None = None  # the memory cap that was applied; None: there was none
+
+
+@dataclass
+class Comparison:
+    """The one verdict over all trials of equal `fixed_id`. Lists run parallel to the results it was made from."""
+
+    fixed_id: str
+    workload: str
+    device: str
+    mode: str
+    evidence: str  # the weakest among the trials that ran
+    verdict: str  # accept: there is a preferred trial; tune: one can still get there; reject: none can
+    preferred: str | None  # name of the fastest accepted trial, the baseline included
+    why: str
+    against: str
+    next_action: str
+    preferred_index: int | None = None
+    baseline: str | None = None
+    baseline_index: int | None = None
+    cheapest_saving: str | None = None  # name of the trial with the most memory saved per time lost
+    feasible: bool = False  # some trial ran (or is predicted) within the whole budget, whether enough is known or not
+    cap_mib: float | None = None
+    cap_source: str = ""  # "budget.memory_mib" | "device.capacity_mib" | "" (no cap)
+    decisions: list[Decision] = field(default_factory=list)
 
 
 @dataclass
@@ -208,6 +234,8 @@ class TrialResult:
     measurement: Measurement | None = None
     decision: Decision | None = None
     error: str = ""  # one line
+    reason: str = ""  # reason code of an outcome other than ok where the outcome alone does not say it (nothing_offloaded)
+    capacity_mib: float | None = None  # of the device as it was found; None: not known
     details: str = ""  # the traceback or the child's last output
     environment: dict[str, str] = field(default_factory=dict)
     folder: str = ""
