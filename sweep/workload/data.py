@@ -1,0 +1,232 @@
+"""Data that needs no download: text bytes, scikit-learn's digits, and random tokens and images.
+
+Every source is deterministic: a training batch follows from (seed, step), a held-out batch from (seed, index). Held-out
+batch i has the samples i * size to (i + 1) * size and begins again after `eval_samples`. Batches live on the host; numpy draws the indices, so that torch's random state and default device do not matter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sweep.errors import BadInput
+from sweep.workload.build import Batch
+from sweep.workload.files import KEY, TODO, TextFile, read_stdlib, read_text
+
+# The second word of a random stream's seed, so that two uses of one seed do not draw the same numbers.
+_TRAIN, _HELD_OUT = 0, 1
+
+
+class TextBytes:
+    """Windows of text as bytes: inputs (B, S) int64 in 0..255, targets (B, S) the next byte of each.
+
+    A folder is split by file: of the files in the order of their names' SHA-256, every tenth is held out. A single file is
+    split by position: its last tenth is held out. Training windows begin anywhere; held-out windows do not overlap.
+
+    Args:
+        seq_len: S, bytes of a window.
+        seed: of the windows drawn.
+        path: a text file or a folder of text files; None: the running Python's standard library sources.
+        max_mib: bytes read at most, in MiB: the beginning of the files in the order of their names.
+
+    Raises:
+        BadInput: the path is missing, unreadable, empty or no text, or one of the two parts is shorter than a window.
+    """
+
+    def __init__(self, seq_len: int, seed: int = 0, path: str | None = None, max_mib: float = 16.0) -> None:
+        if path == "":
+            raise BadInput(KEY, '""', "names no file or folder", TODO)
+        if not max_mib > 0:
+            raise BadInput("workload.data.max_mib", max_mib, "is not above zero", "give a positive number of MiB")
+        text = read_stdlib(max_mib) if path is None else read_text(Path(path).expanduser(), max_mib)
+        self.seq_len, self.seed = seq_len, seed
+        self.version = digest(text.files)
+        if len(text.files) > 1:
+            train_files, held_out_files = split_by_file(text.files)
+            train = b"".join(file.content for file in train_files)
+            held_out = b"".join(file.content for file in held_out_files)
+        else:
+            content = text.files[0].content
+            cut = len(content) - len(content) // 10
+            train, held_out = content[:cut], content[cut:]
+        for part, content in (("training", train), ("held-out", held_out)):
+            if len(content) < seq_len + 1:
+                raise BadInput(
+                    KEY, path, f"is too small: its {part} part has {len(content)} bytes, a window needs {seq_len + 1}",
+                    "give more text, or a shorter workload.seq_len",
+                )  # fmt: skip
+        self.bytes = torch.frombuffer(bytearray(train + held_out), dtype=torch.uint8)
+        self.train, self.held_out = self.bytes[: len(train)], self.bytes[len(train) :]
+        self.eval_samples = (len(held_out) - 1) // seq_len
+        self._description: dict[str, str | int] = {
+            "source": text.source,
+            "files": len(text.files),
+            "skipped_files": text.skipped_files,
+            "split": "by file, every tenth held out" if len(text.files) > 1 else "by position, last tenth held out",
+            "train_bytes": len(train),
+            "held_out_bytes": len(held_out),
+            "capped": f"at {max_mib:g} MiB" if text.truncated else "no",
+        }
+
+    def describe(self) -> dict[str, str | int]:
+        return dict(self._description)
+
+    def train_batch(self, step: int, size: int) -> Batch:
+        starts = _generator(self.seed, _TRAIN, step).integers(len(self.train) - self.seq_len, size=size)
+        return self._windows(self.train, starts)
+
+    def eval_batch(self, index: int, size: int) -> Batch:
+        order = _generator(self.seed, _HELD_OUT).permutation(self.eval_samples)
+        return self._windows(self.held_out, order[_positions(index, size) % self.eval_samples] * self.seq_len)
+
+    def _windows(self, text: Tensor, starts: np.ndarray) -> Batch:
+        index = torch.from_numpy(starts[:, None] + np.arange(self.seq_len + 1))
+        windows = text[index].long()
+        return {"inputs": windows[:, :-1].contiguous(), "targets": windows[:, 1:].contiguous()}
+
+
+class Digits:
+    """scikit-learn's bundled 8x8 digits: inputs (B, 1, 8, 8) float32, targets (B,) int64 in 0..9.
+
+    1797 images; a fixed fifth is held out, whatever the seed. Normalised to mean 0 and deviation 1 over the training part.
+    Each epoch is a permutation by (seed, epoch); a batch may reach over the end of an epoch.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        # Imported here: it takes a second, which text need not pay.
+        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+
+        raw = load_digits()
+        images, targets = raw.images.astype(np.float32), raw.target.astype(np.int64)
+        self.version = hashlib.sha256(images.tobytes() + targets.tobytes()).hexdigest()
+        order = np.random.default_rng(0).permutation(len(images))
+        train, held_out = np.sort(order[len(images) // 5 :]), np.sort(order[: len(images) // 5])
+        images = (images - images[train].mean()) / images[train].std()
+        self.seed = seed
+        self._train = _images(images[train], targets[train])
+        self._held_out = _images(images[held_out], targets[held_out])
+        self.train_samples, self.eval_samples = len(train), len(held_out)
+
+    def describe(self) -> dict[str, str | int]:
+        return {
+            "source": "scikit-learn's digits",
+            "split": "by sample, a fixed fifth held out",
+            "train_samples": self.train_samples,
+            "held_out_samples": self.eval_samples,
+        }
+
+    def train_batch(self, step: int, size: int) -> Batch:
+        positions = _positions(step, size)
+        chosen = np.empty(size, dtype=np.int64)
+        for epoch in np.unique(positions // self.train_samples):
+            order = _generator(self.seed, _TRAIN, int(epoch)).permutation(self.train_samples)
+            inside = positions // self.train_samples == epoch
+            chosen[inside] = order[positions[inside] % self.train_samples]
+        return _take(self._train, chosen)
+
+    def eval_batch(self, index: int, size: int) -> Batch:
+        return _take(self._held_out, _positions(index, size) % self.eval_samples)
+
+
+class _Random:
+    """Samples drawn from the seed alone. A held-out sample has a stream of its own, so batch sizes do not change it."""
+
+    def __init__(self, what: str, seed: int, eval_samples: int) -> None:
+        self.seed, self.eval_samples = seed, eval_samples
+        self.version = hashlib.sha256(f"{what}, seed {seed}, {eval_samples} held out".encode()).hexdigest()
+
+    def train_batch(self, step: int, size: int) -> Batch:
+        return self._draw(_generator(self.seed, _TRAIN, step), size)
+
+    def eval_batch(self, index: int, size: int) -> Batch:
+        samples = [int(i) for i in _positions(index, size) % self.eval_samples]
+        drawn = [self._draw(_generator(self.seed, _HELD_OUT, i), 1) for i in samples]
+        return {name: torch.cat([sample[name] for sample in drawn]) for name in drawn[0]}
+
+    def _draw(self, generator: np.random.Generator, size: int) -> Batch:
+        raise NotImplementedError
+
+
+class RandomTokens(_Random):
+    """Uniform token ids, for a model of one's own or for memory alone: inputs and next-token targets (B, S) int64.
+
+    Args:
+        vocab_size: ids are 0 to vocab_size - 1.
+        seq_len: S, tokens per sample.
+        seed: of all draws.
+        eval_samples: different held-out samples.
+    """
+
+    def __init__(self, vocab_size: int, seq_len: int, seed: int = 0, eval_samples: int = 1024) -> None:
+        self.vocab_size, self.seq_len = vocab_size, seq_len
+        super().__init__(f"tokens below {vocab_size}, {seq_len} a sample", seed, eval_samples)
+
+    def describe(self) -> dict[str, str | int]:
+        return {"source": "random tokens", "vocab_size": self.vocab_size, "seq_len": self.seq_len}
+
+    def _draw(self, generator: np.random.Generator, size: int) -> Batch:
+        tokens = torch.from_numpy(generator.integers(self.vocab_size, size=(size, self.seq_len + 1)))
+        return {"inputs": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+
+class RandomImages(_Random):
+    """Normal pixels and uniform classes: inputs (B, *shape) float32, targets (B,) int64.
+
+    Args:
+        shape: of one sample, such as [3, 224, 224].
+        classes: targets are 0 to classes - 1.
+        seed: of all draws.
+        eval_samples: different held-out samples.
+    """
+
+    def __init__(self, shape: list[int], classes: int, seed: int = 0, eval_samples: int = 1024) -> None:
+        self.shape, self.classes = tuple(shape), classes
+        super().__init__(f"images {self.shape}, {classes} classes", seed, eval_samples)
+
+    def describe(self) -> dict[str, str | int]:
+        return {"source": "random images", "shape": "x".join(map(str, self.shape)), "classes": self.classes}
+
+    def _draw(self, generator: np.random.Generator, size: int) -> Batch:
+        inputs = torch.from_numpy(generator.standard_normal((size, *self.shape), dtype=np.float32))
+        return {"inputs": inputs, "targets": torch.from_numpy(generator.integers(self.classes, size=size))}
+
+
+def digest(files: list[TextFile]) -> str:
+    """SHA-256 over every file's name, length and bytes."""
+    total = hashlib.sha256()
+    for file in files:
+        total.update(_name_bytes(file) + b"\0%d\0" % len(file.content))
+        total.update(file.content)
+    return total.hexdigest()
+
+
+def split_by_file(files: list[TextFile]) -> tuple[list[TextFile], list[TextFile]]:
+    """(training, held-out) of two or more files: every tenth in the order of their names' digests, the first included."""
+    order = sorted(files, key=lambda file: hashlib.sha256(_name_bytes(file)).digest())
+    held_out = {file.name for file in order[::10]}
+    return [f for f in files if f.name not in held_out], [f for f in files if f.name in held_out]
+
+
+def _name_bytes(file: TextFile) -> bytes:
+    return file.name.encode("utf-8", "surrogateescape")  # names need not be utf-8
+
+
+def _generator(seed: int, *words: int) -> np.random.Generator:
+    return np.random.default_rng([seed % 2**64, *words])
+
+
+def _positions(index: int, size: int) -> np.ndarray:
+    return np.arange(index * size, (index + 1) * size)
+
+
+def _images(images: np.ndarray, targets: np.ndarray) -> Batch:
+    return {"inputs": torch.from_numpy(images[:, None]), "targets": torch.from_numpy(targets)}
+
+
+def _take(samples: Batch, chosen: np.ndarray) -> Batch:
+    index = torch.from_numpy(chosen)
+    return {name: tensor[index] for name, tensor in samples.items()}
