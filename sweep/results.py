@@ -227,6 +227,7 @@ class TrialResult:
     overrides: list[str] = field(default_factory=list)
     command: str = ""  # repeats this trial
     data_version: str = ""
+    data: dict[str, Any] = field(default_factory=dict)  # what the data source says of itself (`describe()`)
     parameters: int | None = None
     blocks: int | None = None
     prediction: Prediction | None = None
