@@ -1,0 +1,426 @@
+"""The memory ledger: every tensor storage from its first appearance to its end, with category, phase, operator and module.
+
+    ledger = Ledger(capacity_bytes=None, device_type="cpu")
+    with ledger, phases.listening(ledger):
+        ledger.track(model, optimizer)      # parameters, buffers and optimizer state, by storage; names for the report
+        run_step(...)                       # warm-up: the optimizer state comes into being
+        ledger.reset_peak()
+        run_step(...)
+    peak = ledger.peak()                    # results.Peak: peak, phase, operator, module, what was alive there
+
+It works on real CPU tensors, on fake ones (torch's FakeTensorMode on the `cpu` device; enter that mode first, the ledger
+inside) with the same numbers to the byte, and with `device_type="cuda"` on CUDA tensors.
+
+What it sees: each storage that an operator returns for the first time while the ledger is entered, and what `track` is
+given. Tensors made earlier and not tracked are not counted, nor are views or in-place results of them. Memory that a kernel
+takes and gives back inside one operator is not visible (on a CPU it is not the device's; for CUDA see the emulations).
+A storage's end is seen whenever it comes, between operators too. Bytes are the storage's, rounded up to 512.
+
+Categories: `parameter`, `buffer` (tracked), `input` (allocated in the data phase), `activation` (allocated in a forward
+phase and still there when the backward phase of its micro-step begins), `gradient` (held by a tracked parameter's .grad
+when a backward phase ends), `optimizer_state` (held by the tracked optimizer when an optimizer phase ends), `temporary`
+(all else), and beside the device `host`: what is allocated inside `with host_memory():`. Since some of these are known
+only later, an allocation's category may change until `peak()` is called.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sweep.errors import DeviceOutOfMemory
+from sweep.memory.ledger_log import NO_NODE, Event, Log, round_up
+from sweep.memory.ledger_ops import Effect, Op, describe
+from sweep.results import MIB, Category, Peak, Phase
+
+__all__ = ["Event", "Ledger", "host_memory"]
+
+#: Bytes that a kernel takes inside of one operator: f(args, kwargs, result) -> sizes, all alive together.
+Workspace = Callable[[tuple[Any, ...], dict[str, Any], Any], Iterable[int]]
+
+
+class _Host(threading.local):
+    depth = 0
+
+
+_host = _Host()
+
+
+@contextmanager
+def host_memory() -> Iterator[None]:
+    """What this thread allocates in here are host copies: not counted on the device, their peak reported beside it."""
+    _host.depth += 1
+    try:
+        yield
+    finally:
+        _host.depth -= 1
+
+
+class _Storage(weakref.ref):
+    """Weak reference to a storage; torch keeps the Python object of a storage alive as long as the storage itself."""
+
+    __slots__ = ("id", "key")
+    id: int
+    key: int
+
+
+class Ledger(TorchDispatchMode):
+    """See the module's docstring. Also a listener of `sweep.step.Phases`.
+
+    capacity_bytes: an allocation that would exceed it raises DeviceOutOfMemory and is not recorded. None: no limit.
+    device_type: storages of this device type are the device's; on "cuda", CPU tensors count only inside `host_memory`.
+    workspaces: what kernels of the emulated device take inside of an operator (sweep.memory.emulate), by overload.
+    count_python_data: whether `torch.tensor(...)` counts; off where such tensors live on the host (emulated CUDA).
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int | None = None,
+        device_type: str = "cpu",
+        workspaces: Mapping[Any, Workspace] | None = None,
+        count_python_data: bool = True,
+    ) -> None:
+        super().__init__()
+        self.capacity_bytes = capacity_bytes
+        self.device_type = device_type
+        self.log = Log()
+        self._workspaces = workspaces or {}
+        self._count_python_data = count_python_data
+        self._ops: dict[Any, Op] = {}
+        self._tracked: list[tuple[nn.Module, torch.optim.Optimizer | None]] = []
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._modules: list[str] = []  # qualified names of the modules that are running, innermost last
+        self._phases: list[str] = []
+        self._phase = ""
+        self._in_data = self._in_forward = self._in_backward = False
+        self._micro_step = -1
+        self._entered = 0
+        self._live: dict[int, _Storage] = {}
+        live, end = self._live, self.log.end
+
+        def died(reference: _Storage) -> None:
+            if live.pop(reference.key, None) is not None:
+                end(reference.id)
+
+        self._died = died
+
+    # -- results --------------------------------------------------------------------------------------------------------
+
+    def peak(self) -> Peak:
+        """The highest point since the start or the last `reset_peak`, and what was alive there."""
+        return self.log.report()
+
+    @property
+    def events(self) -> list[Event]:
+        """Every allocation and end on the device so far, in order."""
+        return list(self.log.events())
+
+    def allocator_events(self) -> Iterator[tuple[Any, ...]]:
+        """The same for sweep.memory.allocator.replay: ("malloc", id, bytes) and ("free", id)."""
+        sizes = self.log.bytes
+        for entry in self.log.order:
+            yield ("malloc", entry, sizes[entry]) if entry >= 0 else ("free", ~entry)
+
+    @property
+    def in_use_bytes(self) -> int:
+        return self.log.in_use
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.log.peak
+
+    @property
+    def host_in_use_bytes(self) -> int:
+        return self.log.host_in_use
+
+    @property
+    def host_peak_bytes(self) -> int:
+        return self.log.host_peak
+
+    def reset_peak(self) -> None:
+        """Peaks (of phases and of the host, too) start again from what is in use now."""
+        self.log.reset_peak()
+
+    # -- allocations that no operator shows -----------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int, operator: str, category: Category = Category.temporary) -> int:
+        """Count `nbytes` that no tensor stands for, such as a library's workspace. Returns the id for `free`."""
+        return self._record(round_up(nbytes), category, operator)
+
+    def free(self, id: int) -> None:
+        self.log.end(id)
+
+    # -- what is tracked ------------------------------------------------------------------------------------------------
+
+    def track(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Count the model's parameters and buffers and the optimizer's state, each storage once, and know their names."""
+        self._tracked.append((model, optimizer))
+        for name, parameter in model.named_parameters():
+            self._claim(parameter, Category.parameter, name)
+        for name, buffer in model.named_buffers():
+            self._claim(buffer, Category.buffer, name)
+        self._claim_gradients(model)
+        if optimizer is not None:
+            self._claim_state(model, optimizer)
+        if self._entered:
+            self._hook(model)
+
+    def _claim(self, tensor: Tensor, category: Category, name: str) -> None:
+        """Give a storage its category and name; count it if it is not known yet."""
+        if tensor.layout is not torch.strided or tensor.device.type != self.device_type:
+            return
+        storage = tensor.untyped_storage()
+        known = self._live.get(storage._cdata)
+        if known is not None:
+            id = known.id
+            if self.log.category[id] in (Category.parameter, Category.buffer, Category.host):
+                return
+            self.log.category[id] = category
+        elif (nbytes := storage.nbytes()) > 0:
+            id = self._watch(storage, nbytes, category, "")
+        else:
+            return
+        self.log.owner.setdefault(id, name)
+
+    def _claim_gradients(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            for part in _strided(gradient):
+                self._claim(part, Category.gradient, name)
+
+    def _claim_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        for parameter, state in optimizer.state.items():
+            for tensor in _tensors(state):
+                self._claim(tensor, Category.optimizer_state, names.get(parameter, ""))
+
+    # -- entering, leaving, modules ---------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        self._entered += 1
+        if self._entered == 1:
+            for model, _ in self._tracked:
+                self._hook(model)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._entered -= 1
+        if not self._entered:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
+            self._modules.clear()
+
+    def _hook(self, model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            if name:
+                self._hooks.append(module.register_forward_pre_hook(self._opener(name)))
+                self._hooks.append(module.register_forward_hook(self._closer(name), always_call=True))
+
+    def _opener(self, name: str) -> Callable[..., None]:
+        def open_module(*_: Any) -> None:
+            self._modules.append(name)
+            if not self._in_backward:
+                self.log.mark_node(torch.autograd._get_sequence_nr(), name)
+
+        return open_module
+
+    def _closer(self, name: str) -> Callable[..., None]:
+        def close_module(*_: Any) -> None:
+            modules = self._modules
+            # Recomputation stops early by an exception, which may skip the end of inner modules.
+            while modules and modules.pop() != name:
+                pass
+            if not self._in_backward:
+                outer = modules[-1] if modules else ""
+                self.log.mark_node(torch.autograd._get_sequence_nr(), outer)
+
+        return close_module
+
+    # -- phases -----------------------------------------------------------------------------------------------------------
+
+    def enter_phase(self, phase: str) -> None:
+        if phase == Phase.forward and not self._phases:
+            self._micro_step += 1
+            self._modules.clear()
+        elif phase == Phase.backward:
+            self._keep_activations()
+        self._phases.append(phase)
+        self._switch()
+
+    def leave_phase(self, phase: str) -> None:
+        self._phases.pop()
+        self._switch()
+        if phase == Phase.backward:
+            for model, _ in self._tracked:
+                self._claim_gradients(model)
+        elif phase == Phase.optimizer:
+            self._micro_step = -1
+            for model, optimizer in self._tracked:
+                for name, parameter in model.named_parameters():  # an optimizer may have replaced their storages
+                    self._claim(parameter, Category.parameter, name)
+                if optimizer is not None:
+                    self._claim_state(model, optimizer)
+
+    def _switch(self) -> None:
+        self._phase = self._phases[-1] if self._phases else ""
+        self._in_data = self._phase == Phase.data
+        self._in_backward = Phase.backward in self._phases
+        self._in_forward = Phase.forward in self._phases and not self._in_backward
+        self.log.switch_phase(self._phase)
+
+    def _keep_activations(self) -> None:
+        log = self.log
+        for id in list(log.alive):
+            if log.forward[id] and log.micro_step[id] == self._micro_step and log.category[id] is Category.temporary:
+                log.category[id] = Category.activation
+
+    # -- operators --------------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        op = self._ops.get(func)
+        if op is None:
+            op = self._ops[func] = describe(func, self._workspaces.get(func))
+        if op.effect is Effect.resizes:
+            return self._resizing(op, func, args, kwargs or {})
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        if op.workspace is not None:
+            self._with_workspace(op, args, kwargs or {}, out)
+        elif op.effect is Effect.one_new:
+            self._see(out, op.name)
+        elif op.effect is Effect.new:
+            self._see_all(out, op)
+        elif op.effect is Effect.python_data and self._count_python_data:
+            self._see(out, op.name)
+        return out
+
+    def _see_all(self, out: Any, op: Op) -> None:
+        if isinstance(out, Tensor):
+            self._see(out, op.name)
+        elif isinstance(out, (tuple, list)):
+            for position, item in enumerate(out):
+                if op.fresh is None or position in op.fresh:
+                    if isinstance(item, (tuple, list)):
+                        for tensor in item:
+                            self._see(tensor, op.name)
+                    else:
+                        self._see(item, op.name)
+
+    def _see(self, tensor: Any, operator: str) -> None:
+        """Count the tensor's storage if it has not been seen before."""
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, AttributeError, RuntimeError):  # no tensor, or one without a storage
+            if isinstance(tensor, Tensor):
+                for part in _strided(tensor):
+                    self._see(part, operator)
+            return
+        if storage._cdata in self._live:
+            return
+        nbytes = storage.nbytes()
+        if nbytes == 0:
+            return
+        if _host.depth and tensor.device.type == "cpu":
+            self._watch(storage, nbytes, Category.host, operator)
+        elif tensor.device.type == self.device_type:
+            category = Category.input if self._in_data else Category.temporary
+            self._watch(storage, nbytes, category, operator)
+
+    def _watch(self, storage: torch.UntypedStorage, nbytes: int, category: Category, operator: str) -> int:
+        reference = _Storage(storage, self._died)
+        reference.id = id = self._record(round_up(nbytes), category, operator)
+        reference.key = key = storage._cdata
+        self._live[key] = reference
+        return id
+
+    def _record(self, nbytes: int, category: Category, operator: str) -> int:
+        log = self.log
+        capacity = self.capacity_bytes
+        if capacity is not None and log.in_use + nbytes > capacity and category is not Category.host:
+            raise DeviceOutOfMemory(self._full(nbytes, operator))
+        modules, node = self._modules, NO_NODE
+        if modules:
+            module = modules[-1]
+        else:
+            module = ""
+            if self._in_backward and (running := torch._C._current_autograd_node()) is not None:
+                number = running._sequence_nr()
+                node = number if number < 1 << 62 else NO_NODE
+        return log.add(nbytes, category, self._phase, operator, module, node, self._micro_step, self._in_forward)
+
+    def _full(self, nbytes: int, operator: str) -> str:
+        where = " in " + " of ".join(filter(None, (operator, self._phase))) if operator or self._phase else ""
+        assert self.capacity_bytes is not None
+        return (
+            f"out of memory on the emulated device: tried to allocate {nbytes / MIB:.2f} MiB{where}; "
+            f"{self.log.in_use / MIB:.2f} MiB of {self.capacity_bytes / MIB:.2f} MiB are in use"
+        )
+
+    def _with_workspace(self, op: Op, args: Any, kwargs: Any, out: Any) -> None:
+        assert op.workspace is not None
+        sizes = op.workspace(args, kwargs, out)
+        ids = [self.allocate(nbytes, op.name) for nbytes in sizes if nbytes > 0]
+        try:
+            if op.effect in (Effect.one_new, Effect.new):
+                self._see_all(out, op)
+        finally:
+            for id in reversed(ids):
+                self.log.end(id)
+
+    def _resizing(self, op: Op, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operator that may give an existing tensor a larger or another storage."""
+        before = {s._cdata: s.nbytes() for s in _storages((args, tuple(kwargs.values())))}
+        out = func(*args, **kwargs)
+        for storage in _storages(out):
+            key, nbytes = storage._cdata, storage.nbytes()
+            if before.get(key) == nbytes:
+                continue
+            known = self._live.pop(key, None)
+            if nbytes > 0:  # as the allocator does it: the new memory first, then the old one goes
+                category = self.log.category[known.id] if known is not None else Category.temporary
+                self._watch(storage, nbytes, category, op.name)
+            if known is not None:
+                self.log.end(known.id)
+        return out
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield from _strided(value)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _strided(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors with a storage that a tensor consists of: itself, or a sparse tensor's indices and values."""
+    if tensor.layout is torch.strided:
+        yield tensor
+    elif tensor.layout is torch.sparse_coo:
+        yield tensor._indices()
+        yield tensor._values()
+
+
+def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
+    if isinstance(value, torch.UntypedStorage):
+        yield value
+    elif isinstance(value, Tensor):
+        for tensor in _strided(value):
+            yield tensor.untyped_storage()
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _storages(item)
