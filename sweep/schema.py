@@ -176,6 +176,8 @@ class DeviceConf:
     cublas_workspace_mib: Optional[float] = None  # per handle and stream; null: by compute capability
     memory_bandwidth_gb_s: Optional[float] = None  # 1e9 bytes per second
     link_bandwidth_gb_s: Optional[float] = None  # host to device, one way, 1e9 bytes per second
+    torch_name: Optional[str] = None  # pattern of torch.cuda.get_device_name, such as "*A100*80GB*"
+    alloc_conf: str = ""  # PYTORCH_CUDA_ALLOC_CONF to predict for, such as "expandable_segments:True"
     peak_tflops: dict[str, float] = field(default_factory=dict)  # by dtype, dense: fp32, tf32, bf16, fp16
     source: str = ""  # where the numbers were published
 
