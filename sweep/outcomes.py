@@ -1,0 +1,67 @@
+"""Which outcome an exception is. Out of memory appears in many guises, and host memory running out looks like a GPU's."""
+
+from __future__ import annotations
+
+import torch
+
+from sweep.errors import BadInput, CannotPredict, DeviceOutOfMemory, NotEquivalent, NothingOffloaded
+from sweep.results import Outcome
+
+_DEVICE_MESSAGES = (
+    "cuda out of memory",
+    "cuda error: out of memory",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+    "cuda_error_out_of_memory",
+    "hip out of memory",
+    "mps backend out of memory",
+)
+_HOST_MESSAGES = (
+    "defaultcpuallocator",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "pin_memory",
+    "cudahostalloc",
+    "cudahostregister",
+    "pinned memory",
+    "cachinghostallocator",
+)
+
+
+class NotFinite(Exception):
+    """The loss is no number any more."""
+
+
+class TimedOut(Exception):
+    """The trial took longer than measure.timeout_s."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    return outcome_of(error) in (Outcome.oom_device, Outcome.oom_host)
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    """The outcome that an exception stands for; `failed` for those that stand for nothing else."""
+    text = str(error).lower()
+    if isinstance(error, DeviceOutOfMemory):
+        return Outcome.oom_device
+    # Before the device: failing to pin host memory is reported as a CUDA out-of-memory error, too.
+    if isinstance(error, MemoryError) or any(m in text for m in _HOST_MESSAGES):
+        return Outcome.oom_host
+    if isinstance(error, torch.OutOfMemoryError) or any(m in text for m in _DEVICE_MESSAGES):
+        return Outcome.oom_device
+    if isinstance(error, (NotEquivalent, CannotPredict, BadInput)):
+        return Outcome.invalid
+    if isinstance(error, NotFinite):
+        return Outcome.nan
+    if isinstance(error, TimedOut):
+        return Outcome.timeout
+    if isinstance(error, NothingOffloaded):
+        return Outcome.failed
+    return Outcome.failed
+
+
+def one_line(error: BaseException) -> str:
+    """Type and first line, such as a table has room for."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -1,0 +1,284 @@
+"""Moving it elsewhere: what autograd saves in forward goes to host memory and comes back in backward.
+
+Built on saved-tensor hooks around the whole forward, outside of any checkpointing. What differs from torch's own
+`save_on_cpu`, and why:
+
+- Parameters and buffers never leave, tied ones and views of them included. A Linear's weight reaches the hook as a plain
+  view, so they are known by their storage, not by their type.
+- A saved tensor is moved as a range of its storage. Strides, offsets and aliases come back exactly, expanded tensors are
+  not materialised, and views of one storage are moved once.
+- Saved-tensor hooks switch off autograd's own check for tensors that were changed in place after they were saved, so it
+  is done here, for those that stay as well.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sweep.errors import BadInput
+from sweep.memory.ledger import host_memory
+from sweep.results import Phase
+from sweep.schema import OffloadConf, Placement
+from sweep.step import Phases
+from sweep.strategy.copier import Copier, copier_for
+from sweep.strategy.patching import Forward, patched_forward
+from sweep.workload import Block
+
+
+@dataclass
+class Moved:
+    """Bytes that went each way."""
+
+    to_host_bytes: int = 0
+    from_host_bytes: int = 0
+
+    def reset(self) -> None:
+        self.to_host_bytes = self.from_host_bytes = 0
+
+
+def check(conf: OffloadConf, blocks: list[Block]) -> None:
+    """Raise BadInput where the config does not fit the model's blocks."""
+    if conf.placement is Placement.none:
+        return
+    count = len(blocks)
+    if not blocks and (conf.placement is not Placement.all or conf.keep_last):
+        raise BadInput(
+            "strategy.offload.placement", conf.placement.name, "the model has no repeated blocks",
+            "name them with workload.blocks, or use placement=all with keep_last=0",
+        )
+    if conf.keep_last and conf.keep_last >= count:
+        raise BadInput(
+            "strategy.offload.keep_last", conf.keep_last, f"keeps every one of the {count} blocks on the device",
+            f"give 0 to {count - 1}",
+        )
+    if conf.placement is Placement.blocks and not chosen_blocks(conf, count):
+        raise BadInput(
+            "strategy.offload.blocks", conf.blocks, f"leaves nothing to offload with keep_last={conf.keep_last}",
+            "choose earlier blocks or lower keep_last",
+        )
+
+
+def chosen_blocks(conf: OffloadConf, count: int) -> set[int]:
+    """Indices of the blocks whose saved tensors may leave: "first:N", "every:K" or "0,3,5", less the last `keep_last`."""
+    before = count - conf.keep_last
+    if conf.placement is not Placement.blocks:
+        return set(range(before))
+    spec = str(conf.blocks).strip()
+    try:
+        if spec.startswith("first:"):
+            picked = set(range(_natural(spec[6:])))
+        elif spec.startswith("every:"):
+            picked = set(range(0, count, _natural(spec[6:])))
+        else:
+            picked = {int(part) for part in spec.strip("[]").split(",")}
+    except ValueError:
+        raise BadInput("strategy.offload.blocks", spec, "is no choice of blocks", "give first:N, every:K or 0,3,5") from None
+    if max(picked) >= count or min(picked) < 0:
+        raise BadInput("strategy.offload.blocks", spec, f"the model has blocks 0 to {count - 1}", "choose among these")
+    return {i for i in picked if i < before}
+
+
+def _natural(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+class Offload:
+    """The hooks of one trial. `around_forward` is entered around model and loss; `moved` counts the bytes."""
+
+    def __init__(
+        self, conf: OffloadConf, model: nn.Module, blocks: list[Block], phases: Phases, device: torch.device
+    ) -> None:
+        check(conf, blocks)
+        self.conf, self.model, self.phases = conf, model, phases
+        self.moved = Moved()
+        self._blocks = blocks
+        self._chosen = chosen_blocks(conf, len(blocks)) if blocks else set()
+        self._first_kept = len(blocks) - conf.keep_last
+        self._copier: Copier = copier_for(device, pin=conf.pin_memory)
+        self._resident: set[int] = set()  # storages of parameters and buffers
+        self._inside: list[int] = []  # indices of the blocks that are running
+        self._block_inputs: set[int] = set()  # storages of the running block's arguments
+        self._tail = False  # the first of the kept blocks has begun: what follows is needed at once
+        self._packed: dict[int, list[HostCopy]] = {}  # live storage -> its copies
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Blocks tell where forward is, inside. Leaves nothing behind, also after an error."""
+        with ExitStack() as stack:
+            for index, block in enumerate(self._blocks):
+                stack.enter_context(patched_forward(block.module, self._within(index)))
+            try:
+                yield
+            finally:
+                self._packed.clear()
+                self._copier.release()
+
+    @contextmanager
+    def around_forward(self) -> Iterator[None]:
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        self._resident = {t.untyped_storage()._cdata for t in tensors}
+        self._tail = False
+        self._inside.clear()  # an error in an earlier forward may have left entries
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+        self._copier.finish_forward()
+
+    def _within(self, index: int) -> Callable[[Forward], Forward]:
+        def wrap(forward: Forward) -> Forward:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                self._inside.append(index)
+                self._tail = self._tail or (bool(self.conf.keep_last) and index >= self._first_kept)
+                if self.conf.placement is Placement.inputs:
+                    given = [t for t in [*args, *kwargs.values()] if isinstance(t, Tensor)]
+                    self._block_inputs = {t.untyped_storage()._cdata for t in given}
+                try:
+                    return forward(*args, **kwargs)
+                finally:
+                    self._inside.pop()
+
+            return run
+
+        return wrap
+
+    def _leaves(self, tensor: Tensor) -> bool:
+        """Whether a tensor that is being saved goes to the host."""
+        if tensor.layout is not torch.strided or tensor.numel() == 0 or self._tail:
+            return False
+        storage = tensor.untyped_storage()._cdata
+        if storage in self._resident or tensor.numel() * tensor.element_size() < self.conf.min_tensor_kib * 1024:
+            return False
+        if tensor.device.type != self._copier.device.type:
+            return False  # a host tensor (a scalar, an index) that the graph needs: it is there already
+        if self.conf.placement is Placement.all:
+            return True
+        if not self._inside or self._inside[-1] not in self._chosen:
+            return False
+        return self.conf.placement is Placement.blocks or storage in self._block_inputs
+
+    def _pack(self, tensor: Tensor) -> Kept | View:
+        if not self._leaves(tensor):
+            return Kept(tensor)
+        with torch.no_grad(), self.phases(Phase.transfer):
+            copy = self._copy_of(tensor)
+            copy.awaited += 1
+            return View.of(tensor, copy)
+
+    def _unpack(self, packed: Kept | View) -> Tensor:
+        if isinstance(packed, Kept):
+            return packed.get()
+        with torch.no_grad(), self.phases(Phase.transfer):
+            return packed.restore(self)
+
+    def _copy_of(self, tensor: Tensor) -> HostCopy:
+        """The host copy that holds `tensor`: one that is there already, or a new one of its storage or its span."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        start, stop = span_bytes(tensor)
+        copies = self._packed.get(key)
+        if copies is None:
+            copies = self._packed[key] = []
+            # Addresses recur once a storage is gone: forget the key with the storage, or another would get its copy.
+            weakref.finalize(storage, self._packed.pop, key, None).atexit = False
+        for copy in copies:
+            if copy.start <= start and stop <= copy.stop and copy.version == tensor._version:
+                return copy
+        itemsize, whole = tensor.element_size(), storage.nbytes()
+        if tensor.numel() * itemsize * 4 >= whole and whole % itemsize == 0:
+            start, stop = 0, whole  # most of the storage: other views of it will find it here
+        flat = torch.as_strided(tensor.detach(), ((stop - start) // itemsize,), (1,), start // itemsize)
+        with host_memory():
+            host = self._copier.to_host(flat)
+        copy = HostCopy(host, start, stop, tensor._version)
+        copies.append(copy)
+        self.moved.to_host_bytes += stop - start
+        return copy
+
+    def reload(self, copy: HostCopy) -> Tensor:
+        """The copy on the device again, as a flat tensor; aliases that are still awaited share it."""
+        copy.awaited -= 1
+        flat = copy.reloaded
+        if flat is None:
+            flat = self._copier.from_host(copy.host)
+            self.moved.from_host_bytes += copy.stop - copy.start
+        copy.reloaded = flat if copy.awaited > 0 else None
+        return flat
+
+
+class HostCopy:
+    """Bytes [start, stop) of a storage, on the host. Lives as long as a graph refers to it."""
+
+    __slots__ = ("__weakref__", "awaited", "host", "reloaded", "start", "stop", "version")
+
+    def __init__(self, host: Any, start: int, stop: int, version: int) -> None:
+        self.host, self.start, self.stop, self.version = host, start, stop, version
+        self.awaited = 0  # saved tensors that have not come back yet
+        self.reloaded: Tensor | None = None
+
+
+class _Versioned:
+    """Notices a change in place after saving, as autograd does where there are no hooks."""
+
+    def _watch(self, tensor: Tensor) -> None:
+        self._version = tensor._version
+
+    def _check(self, now: int) -> None:
+        if now != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"it is at version {now}, expected version {self._version}"
+            )
+
+
+class Kept(_Versioned):
+    """A saved tensor that stays on the device."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        # detach(): a graph that held its own output would never be freed.
+        self._tensor = tensor.detach()
+        self._watch(tensor)
+
+    def get(self) -> Tensor:
+        self._check(self._tensor._version)
+        return self._tensor
+
+
+class View(_Versioned):
+    """A saved tensor as a view of a host copy."""
+
+    def __init__(self, copy: HostCopy, watcher: Tensor, size: Any, stride: Any, offset_bytes: int, dtype: Any) -> None:
+        self.copy, self._watcher = copy, watcher
+        self.size, self.stride, self.offset_bytes, self.dtype = size, stride, offset_bytes, dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor, copy: HostCopy) -> View:
+        # The watcher shares the version counter but not the storage, which may now go.
+        watcher = tensor.detach()
+        watcher.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        offset = tensor.storage_offset() * tensor.element_size() - copy.start
+        view = cls(copy, watcher, tensor.size(), tensor.stride(), offset, tensor.dtype)
+        view._watch(tensor)
+        return view
+
+    def restore(self, offload: Offload) -> Tensor:
+        self._check(self._watcher._version)
+        flat = offload.reload(self.copy)
+        if flat.dtype is not self.dtype:
+            flat = flat.view(self.dtype)
+        return flat.as_strided(self.size, self.stride, self.offset_bytes // flat.element_size())
+
+
+def span_bytes(tensor: Tensor) -> tuple[int, int]:
+    """First and last-plus-one byte of the tensor within its storage. `tensor` has at least one element."""
+    first = tensor.storage_offset()
+    last = first + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
+    return first * tensor.element_size(), (last + 1) * tensor.element_size()
