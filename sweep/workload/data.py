@@ -1,7 +1,8 @@
 """Data that needs no download: text bytes, scikit-learn's digits, and random tokens and images.
 
 Every source is deterministic: a training batch follows from (seed, step), a held-out batch from (seed, index). Held-out
-batch i has the samples i * size to (i + 1) * size and begins again after `eval_samples`. Batches live on the host; numpy draws the indices, so that torch's random state and default device do not matter.
+batch i has the samples i * size to (i + 1) * size and begins again after `eval_samples`. Batches live on the host; numpy draws
+the indices, so that torch's random state and default device do not matter.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from sweep import schema
 from sweep.errors import BadInput
 
 NORMS, POSITIONS, MLPS = ("layer", "rms"), ("learned", "rope"), ("gelu", "swiglu")
+INIT_STD = 0.02
 
 
 class Transformer(nn.Module):
@@ -76,25 +77,27 @@ class Transformer(nn.Module):
             if value < 1:
                 raise BadInput(f"workload.model.{name}", value, "is below 1", "give 1 or more")
         self.max_seq_len = max_seq_len
-        self.tokens = nn.Embedding(vocab_size, d_model)
-        self.positions = nn.Embedding(max_seq_len, d_model) if position == "learned" else None
+        self.tokens = make_embedding(vocab_size, d_model)
+        self.positions = make_embedding(max_seq_len, d_model) if position == "learned" else None
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
             Block(d_model, heads, kv_heads, d_ff, norm, norm_eps, mlp, bias, dropout, causal=True, attention=attention)
             for _ in range(layers)
         )
         self.norm = make_norm(norm, d_model, norm_eps, bias)
-        # A tied layer's own weight is never used: on meta it costs neither memory nor time.
-        self.head = nn.Linear(d_model, vocab_size, bias=False, device="meta" if tied else None)
         if tied:
+            # Its own weight is never used: on meta it costs neither memory nor time.
+            self.head = nn.Linear(d_model, vocab_size, bias=False, device="meta")
             self.head.weight = self.tokens.weight
+        else:
+            self.head = make_linear(d_model, vocab_size, bias=False)
         self.rope = position == "rope"
         if self.rope:
             cos, sin = rope_tables(max_seq_len, d_model // heads, rope_base)
             # One table for all blocks, not in checkpoints: it follows from the arguments.
             self.register_buffer("cos", cos, persistent=False)
             self.register_buffer("sin", sin, persistent=False)
-        init_weights(self, layers)
+        scale_residual(self.blocks)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids (B, S) int64, S <= max_seq_len -> logits (B, S, V), in the parameters' dtype or autocast's."""
@@ -177,10 +180,10 @@ class SelfAttention(nn.Module):
         self.kind = schema.Attention[attention] if isinstance(attention, str) else attention
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, d_model // heads
         self.causal, self.dropout_p = causal, dropout
-        self.query = nn.Linear(d_model, heads * self.head_dim, bias=bias)
-        self.key = nn.Linear(d_model, kv_heads * self.head_dim, bias=bias)
-        self.value = nn.Linear(d_model, kv_heads * self.head_dim, bias=bias)
-        self.out = nn.Linear(heads * self.head_dim, d_model, bias=bias)
+        self.query = make_linear(d_model, heads * self.head_dim, bias=bias)
+        self.key = make_linear(d_model, kv_heads * self.head_dim, bias=bias)
+        self.value = make_linear(d_model, kv_heads * self.head_dim, bias=bias)
+        self.out = make_linear(heads * self.head_dim, d_model, bias=bias)
 
     def forward(self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None) -> Tensor:
         """x (B, S, D), tables (S, h/2) or None -> (B, S, D)."""
@@ -208,8 +211,8 @@ class Mlp(nn.Module):
 
     def __init__(self, d_model: int, width: int, bias: bool) -> None:
         super().__init__()
-        self.up = nn.Linear(d_model, width, bias=bias)
-        self.down = nn.Linear(width, d_model, bias=bias)
+        self.up = make_linear(d_model, width, bias=bias)
+        self.down = make_linear(width, d_model, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
@@ -221,9 +224,9 @@ class SwiGlu(nn.Module):
 
     def __init__(self, d_model: int, width: int, bias: bool) -> None:
         super().__init__()
-        self.gate = nn.Linear(d_model, width, bias=bias)
-        self.up = nn.Linear(d_model, width, bias=bias)
-        self.down = nn.Linear(width, d_model, bias=bias)
+        self.gate = make_linear(d_model, width, bias=bias)
+        self.up = make_linear(d_model, width, bias=bias)
+        self.down = make_linear(width, d_model, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
@@ -272,21 +275,30 @@ def make_norm(kind: str, d_model: int, eps: float, bias: bool) -> nn.Module:
     return nn.RMSNorm(d_model, eps=eps) if kind == "rms" else nn.LayerNorm(d_model, eps=eps, bias=bias)
 
 
-def init_weights(model: nn.Module, layers: int) -> None:
-    """GPT-2's: normal with std 0.02, biases 0; layers that write to the residual stream by 1/sqrt(2 layers) smaller."""
-    done: set[int] = set()
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.Linear)):
-            if id(module.weight) in done:  # tied
-                continue
-            done.add(id(module.weight))
-        if isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
-        elif isinstance(module, nn.Linear):
-            residual = name.endswith((".attn.out", ".mlp.down"))
-            nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
+def make_linear(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
+    """nn.Linear with GPT-2's initial values: normal with deviation 0.02, bias 0.
+
+    It is made on meta, so that torch's own initialisation does nothing: for a billion parameters that is seconds.
+    """
+    linear = nn.Linear(inputs, outputs, bias=bias, device="meta")
+    linear.weight = nn.Parameter(torch.empty(outputs, inputs).normal_(std=INIT_STD))
+    if bias:
+        linear.bias = nn.Parameter(torch.zeros(outputs))
+    return linear
+
+
+def make_embedding(rows: int, d_model: int) -> nn.Embedding:
+    """nn.Embedding, normal with deviation 0.02."""
+    return nn.Embedding.from_pretrained(torch.empty(rows, d_model).normal_(std=INIT_STD), freeze=False)
+
+
+def scale_residual(blocks: nn.ModuleList) -> None:
+    """Divide the weights that write to the residual stream by sqrt(their number), as GPT-2 does."""
+    with torch.no_grad():
+        for block in blocks:
+            assert isinstance(block, Block)
+            for weight in (block.attn.out.weight, block.mlp.down.weight):
+                weight.div_(math.sqrt(2 * len(blocks)))
 
 
 def _one_of(name: str, value: Any, options: tuple[str, ...] | list[str]) -> None:

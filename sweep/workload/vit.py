@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from sweep import schema
 from sweep.errors import BadInput
-from sweep.workload.gpt import Block, init_weights
+from sweep.workload.gpt import Block, make_linear, scale_residual
 
 
 class VisionTransformer(nn.Module):
@@ -49,8 +49,8 @@ class VisionTransformer(nn.Module):
             Block(d_model, heads, d_ff=d_ff, dropout=dropout, causal=False, attention=attention) for _ in range(layers)
         )
         self.norm = nn.LayerNorm(d_model)
-        self.head = nn.Linear(d_model, classes)
-        init_weights(self, layers)
+        self.head = make_linear(d_model, classes)
+        scale_residual(self.blocks)
         nn.init.normal_(self.positions, std=0.02)
 
     def forward(self, images: Tensor) -> Tensor:
