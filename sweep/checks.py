@@ -1,0 +1,191 @@
+"""What a trial is judged by: its numbers beside the baseline's, and each check against the budget.
+
+A check adds a reason code with its numbers in words; `sweep.decide` makes the verdict from them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sweep.reasons import REASONS
+from sweep.results import Evidence, Measurement, Outcome, TrialResult
+from sweep.schema import BudgetConf, MinEvidence
+from sweep.words import EVIDENCE_SHORT, count, error, known, loss, mib, number, ratio
+
+#: Evidence, weakest first.
+STRENGTH = {e.value: i for i, e in enumerate(Evidence)}
+
+
+def overlapping(a: Measurement, b: Measurement) -> bool:
+    """Whether the step times of two trials cannot be told apart: the middle halves of their timed steps overlap."""
+    return max(a.step_ms_low, b.step_ms_low) <= min(a.step_ms_high, b.step_ms_high)
+
+
+@dataclass
+class Found:
+    """What was found against a trial: words by code, and the codes that stand against acceptance."""
+
+    words: dict[str, str] = field(default_factory=dict)
+    blocking: list[str] = field(default_factory=list)
+
+    def add(self, code: str, words: str, blocks: bool = True) -> None:
+        self.words.setdefault(code, words)
+        if blocks and code not in self.blocking:
+            self.blocking.append(code)
+
+
+@dataclass
+class Facts:
+    peak_mib: float | None = None
+    saved_mib: float | None = None
+    throughput_ratio: float | None = None
+    eval_loss_ratio: float | None = None
+    own: Measurement | None = None
+    base: Measurement | None = None
+    has_reference: bool = False  # there is a baseline that ended well
+
+    @classmethod
+    def of(cls, candidate: TrialResult, baseline: TrialResult | None) -> Facts:
+        facts = cls(peak_mib=deciding_peak_mib(candidate), own=candidate.measurement)
+        if baseline is None or baseline.outcome not in (Outcome.ok.value, Outcome.over_budget.value):
+            return facts
+        facts.has_reference = baseline.outcome == Outcome.ok.value
+        base_peak = deciding_peak_mib(baseline)
+        # Only like is compared with like: a measured peak less a predicted one is no saving.
+        alike = (candidate.measurement is None) == (baseline.measurement is None)
+        if alike and facts.peak_mib is not None and base_peak is not None:
+            facts.saved_mib = base_peak - facts.peak_mib
+        facts.base = base = baseline.measurement
+        if facts.own is not None and base is not None:
+            if base.samples_per_s > 0:
+                facts.throughput_ratio = facts.own.samples_per_s / base.samples_per_s
+            own_loss, base_loss = known(facts.own.eval_loss), known(base.eval_loss)
+            if own_loss is not None and base_loss is not None and base_loss > 0:
+                facts.eval_loss_ratio = own_loss / base_loss
+        return facts
+
+    def inside_noise(self, budget: BudgetConf) -> bool:
+        """Whether the throughput floors are missed by less than the spread of the step times."""
+        if self.own is None or self.own.step_ms_low <= 0:
+            return False
+        best = self.own.samples_per_s * self.own.step_ms / self.own.step_ms_low
+        if budget.min_samples_per_s is not None and best < budget.min_samples_per_s:
+            return False
+        if budget.min_throughput_ratio is not None and self.base is not None and self.base.step_ms > 0:
+            base = self.base.samples_per_s * self.base.step_ms / max(self.base.step_ms_high, self.base.step_ms)
+            return best >= budget.min_throughput_ratio * base
+        return True
+
+
+def deciding_peak_mib(result: TrialResult) -> float | None:
+    """MiB: the measured peak, or the predicted one where nothing was run; None where a run died before it was known."""
+    if result.measurement is not None:
+        return known(result.measurement.peak_allocated_mib)
+    if result.prediction is not None and result.evidence == Evidence.predicted.value:
+        return known(result.prediction.allocated_mib)
+    return None
+
+
+def check_equal(candidate: TrialResult, found: Found) -> None:
+    v = candidate.verification
+    if candidate.is_baseline or candidate.mode == "predict":
+        return
+    if v is None:
+        switched_off = (candidate.config.get("measure") or {}).get("verify") is False
+        words = "not verified as equal to the baseline" + (" (measure.verify=false)" if switched_off else "")
+        found.add("not_verified", words, blocks=not switched_off)
+    elif not v.passed:
+        found.add("not_equivalent", f"{REASONS['not_equivalent'].meaning}: {v.reason or _error_words(candidate)}")
+
+
+def _error_words(candidate: TrialResult) -> str:
+    v = candidate.verification
+    return "" if v is None else f"relative error {error(v.max_rel_err)}, allowed {error(v.tolerance)}"
+
+
+def check_memory(candidate: TrialResult, facts: Facts, cap: float | None, source: str, found: Found) -> None:
+    peak, prediction = facts.peak_mib, candidate.prediction
+    if peak is None:
+        if cap is not None:
+            found.add("memory_unknown", "its peak is not known")
+        return
+    if cap is not None and peak > cap:
+        what = "peak" if candidate.measurement is not None else "predicted peak"
+        found.add("over_memory", f"{what} {mib(peak)}, {mib(peak - cap)} over the cap of {mib(cap)} ({source})")
+    elif candidate.measurement is None and prediction is not None and not prediction.fits:
+        short = "" if prediction.headroom_mib is None else f", short by {mib(-prediction.headroom_mib)}"
+        words = f"predicted to reserve {mib(prediction.reserved_mib)}, which does not fit {prediction.device}{short}"
+        found.add("over_memory", words)
+
+
+def check_throughput(candidate: TrialResult, facts: Facts, budget: BudgetConf, found: Found) -> None:
+    least, least_ratio, m = budget.min_samples_per_s, budget.min_throughput_ratio, candidate.measurement
+    relative = least_ratio is not None and least_ratio > 0 and facts.has_reference
+    if m is None:
+        if least is not None or relative:
+            found.add("throughput_unknown", REASONS["throughput_unknown"].meaning)
+        return
+    if least is not None and m.samples_per_s < least:
+        found.add("below_throughput", f"{number(m.samples_per_s)} samples/s are under the floor of {number(least)}")
+    if relative and least_ratio is not None:
+        if facts.throughput_ratio is None:
+            found.add("throughput_unknown", REASONS["throughput_unknown"].meaning)
+        elif facts.throughput_ratio < least_ratio:
+            own = ratio(facts.throughput_ratio)
+            words = f"{own} the baseline's throughput is under the floor of {ratio(least_ratio)}"
+            found.add("below_throughput", words)
+
+
+def check_quality(candidate: TrialResult, facts: Facts, budget: BudgetConf, found: Found) -> None:
+    own = known(candidate.measurement.eval_loss) if candidate.measurement is not None else None
+    most, most_ratio = budget.max_eval_loss, budget.max_eval_loss_ratio
+    relative = most_ratio is not None and facts.has_reference
+    if own is None:
+        if most is not None or relative:
+            found.add("quality_unknown", REASONS["quality_unknown"].meaning)
+        return
+    if most is not None and own > most:
+        found.add("quality_lost", f"held-out loss {loss(own)} is above the gate of {loss(most)}")
+    if relative and most_ratio is not None:
+        if facts.eval_loss_ratio is None:
+            found.add("quality_unknown", REASONS["quality_unknown"].meaning)
+        elif facts.eval_loss_ratio > most_ratio:
+            against = f"{ratio(facts.eval_loss_ratio)} the baseline's, above the gate of {ratio(most_ratio)}"
+            found.add("quality_lost", f"held-out loss {loss(own)} is {against}")
+
+
+def check_saving(candidate: TrialResult, facts: Facts, budget: BudgetConf, found: Found) -> None:
+    least, saved = budget.min_saving_mib, facts.saved_mib
+    if candidate.is_baseline:
+        if least is not None and least > 0:
+            found.add("saving_too_small", f"the baseline saves nothing, and {mib(least)} were asked for")
+        return
+    if saved is None:
+        return
+    if least is not None and saved < least:
+        found.add("saving_too_small", f"{saved_words(saved)}, less than the {mib(least)} that count")
+    # By default any saving counts, but a strategy that saves nothing must at least be faster.
+    own, base = facts.own, facts.base
+    faster = own is not None and base is not None and own.step_ms < base.step_ms and not overlapping(own, base)
+    if least is None and saved <= 0 and not faster:
+        found.add("saving_too_small", f"{saved_words(saved)} and is not faster")
+
+
+def saved_words(saved_mib: float) -> str:
+    if saved_mib == 0:
+        return "saves nothing"
+    return f"saves {mib(saved_mib)}" if saved_mib > 0 else f"takes {mib(-saved_mib)} more"
+
+
+def check_evidence(candidate: TrialResult, budget: BudgetConf, found: Found) -> None:
+    least = budget.min_evidence.value
+    if budget.min_evidence is MinEvidence.auto:
+        on_cpu = candidate.evidence == Evidence.cpu.value
+        least = "predicted" if candidate.mode == "predict" else "cpu" if on_cpu else "measured"
+    if candidate.evidence == Evidence.smoke.value:
+        m = candidate.measurement
+        steps = f"{count(m.repeats, 'repeat')} of {count(m.steps, 'step')} " if m is not None else ""
+        found.add("evidence_too_short", f"{steps}on a GPU are too short to conclude".lstrip())
+    elif STRENGTH.get(candidate.evidence, 0) < STRENGTH[least]:
+        words = EVIDENCE_SHORT.get(candidate.evidence, candidate.evidence)
+        found.add("evidence_too_weak", f"{words} only, and the evidence asked for is {least}")
