@@ -1,0 +1,281 @@
+"""Recording in MLflow: one parent run per sweep, one child run per trial.
+
+    store = store_location(config.tracking.uri, root)
+    initialise(store)                                    # once, in the parent, before anything is launched
+    reconcile(store)                                     # ends what a killed command left running
+    sweep = open_sweep(store, "gpt_tiny on cpu")
+    with start_trial(store, sweep, planned) as run:      # MLflow's system metrics are sampled inside
+        run.log(measure(...), [folder / "memory.html"])
+    update_decision(store, run.run_id, result)           # candidates are judged when all are known
+    close_sweep(store, sweep, report_markdown=report)
+
+Runs are addressed by id, never through MLflow's active run, so threads and processes do not get in each other's way.
+A run ends FINISHED for a trial that said what it should, FAILED for one that went wrong (the tags say how), KILLED for
+one that was interrupted. Once a sweep is under way, a store that fails costs a warning and never a measurement: the
+result is in the trial's folder all the same.
+
+`tracking*.py` are the only files that import MLflow, and they do it inside functions.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from sweep.results import Outcome, TrialResult, write_json
+from sweep.tracking_facts import git_state
+from sweep.tracking_runs import (
+    Status,
+    abandoned,
+    best_effort,
+    end,
+    opened,
+    process_tags,
+    running,
+    save_config,
+    save_environment,
+    write,
+    write_dataset,
+    write_files,
+)
+from sweep.tracking_store import Store, as_bad_input, client, experiment_id, initialise, store_location
+from sweep.tracking_system import SystemSampler
+from sweep.tracking_values import (
+    cut_markdown,
+    cut_tags,
+    decision_metrics_of,
+    decision_tags_of,
+    description_of,
+    end_status,
+    metrics_of,
+    one_line,
+    params_of,
+    plan_tags_of,
+    result_tags_of,
+)
+
+__all__ = [
+    "Store",
+    "TrialRun",
+    "close_sweep",
+    "git_state",
+    "initialise",
+    "open_sweep",
+    "reconcile",
+    "start_trial",
+    "store_location",
+    "update_decision",
+]
+
+NOTE = "mlflow.note.content"
+
+
+def open_sweep(
+    store: Store,
+    name: str,
+    *,
+    tags: dict[str, str] | None = None,
+    description: str = "",
+    params: dict[str, Any] | None = None,
+    resume: str | None = None,
+) -> str:
+    """Start the parent run of a sweep and return its id.
+
+    params: flattened and logged as a trial's config is. resume: the id of an earlier run of the same sweep, which is
+    gone on with where it still exists. Raises BadInput("tracking.uri") where the store refuses: nothing has run yet.
+    """
+    all_tags = {**process_tags(store), **(tags or {}), "kind": "sweep"}
+    if description:
+        all_tags[NOTE] = cut_markdown(description)
+    with as_bad_input(store):
+        run_id = _resumed(store, resume) if resume else None
+        if run_id is None:
+            run = client(store.uri).create_run(experiment_id(store), tags=cut_tags(all_tags), run_name=name)
+            run_id = run.info.run_id
+            write(store, run_id, params=params_of(params or {}))
+        else:
+            write(store, run_id, tags={**all_tags, "error": ""})
+        opened(store, run_id)
+        with tempfile.TemporaryDirectory() as folder:
+            save_environment(Path(folder), {})
+            client(store.uri).log_artifacts(run_id, folder)
+    return run_id
+
+
+def close_sweep(
+    store: Store,
+    run_id: str | None,
+    status: Status = "FINISHED",
+    *,
+    report_markdown: str = "",
+    files: Sequence[Path] = (),
+    metrics: dict[str, float] | None = None,
+    tags: dict[str, str] | None = None,
+) -> None:
+    """End the parent run: the report is the run's description, files (report.json, plots) are its artifacts."""
+    if run_id is None:
+        return
+    all_tags = dict(tags or {})
+    if report_markdown:
+        all_tags[NOTE] = cut_markdown(report_markdown)
+    with best_effort(f"the end of sweep {run_id}"):
+        write_files(store, run_id, files)
+        write(store, run_id, metrics=[(name, value, 0) for name, value in (metrics or {}).items()], tags=all_tags)
+    end(store, run_id, status)
+
+
+def start_trial(
+    store: Store, parent_run_id: str | None, planned: TrialResult, *, system_metrics: bool = True
+) -> TrialRun:
+    """Start the run of a trial that is about to be measured (or predicted).
+
+    planned: the result so far: names, config, command; its outcome is not read. Use the return value in a `with`
+    statement around the trial.
+    """
+    return TrialRun(store, parent_run_id, planned, system_metrics)
+
+
+class TrialRun:
+    """One trial's run, RUNNING until its `with` block is left. `run_id` is None where the store failed."""
+
+    def __init__(self, store: Store, parent_run_id: str | None, planned: TrialResult, system_metrics: bool) -> None:
+        self.run_id: str | None = None
+        self._store = store
+        self._params: dict[str, str] = {}
+        self._outcome: str | None = None
+        self._system_metrics = system_metrics
+        self._sampler: SystemSampler | None = None
+        tags = {**process_tags(store), **plan_tags_of(planned), "kind": "trial"}
+        if parent_run_id is not None:
+            tags["mlflow.parentRunId"] = parent_run_id
+        with best_effort(f"trial {planned.name}"):
+            run = client(store.uri).create_run(experiment_id(store), tags=cut_tags(tags), run_name=planned.name)
+            self.run_id = run.info.run_id
+            opened(store, run.info.run_id)
+            self._log_params(planned.config)
+
+    def __enter__(self) -> Self:
+        if self.run_id is not None and self._system_metrics:
+            run_id, mlflow_client = self.run_id, client(self._store.uri)
+            self._sampler = SystemSampler(lambda samples: mlflow_client.log_batch(run_id, metrics=samples))
+            self._sampler.start()
+        return self
+
+    def log(self, result: TrialResult, files: Sequence[Path] = ()) -> None:
+        """Log the whole result. The run ends with the `with` block, in the state that the outcome asks for.
+
+        files: further artifacts; folders are taken whole, missing ones are left out. Sets `result.mlflow_run_id`.
+        """
+        self._stop_sampling()
+        if self.run_id is None:
+            return
+        result.mlflow_run_id = self.run_id
+        self._outcome = result.outcome
+        with best_effort(f"trial {result.name}"):
+            self._log_params(result.config)
+            write_dataset(self._store, self.run_id, result)
+            with tempfile.TemporaryDirectory() as folder:
+                write_json(result, Path(folder) / "result.json")
+                save_config(Path(folder), result.config)
+                save_environment(Path(folder), result.environment)
+                client(self._store.uri).log_artifacts(self.run_id, folder)
+            write_files(self._store, self.run_id, files)
+            # The outcome comes last: a run that has one was recorded whole (see `reconcile`).
+            tags = {**result_tags_of(result), NOTE: description_of(result)}
+            write(self._store, self.run_id, metrics=metrics_of(result), tags=tags)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop_sampling()
+        if self.run_id is None:
+            return
+        status, wrong = _ending(self._outcome, kind, error)
+        if wrong:
+            tags = {"error": wrong}
+            if self._outcome is None:
+                tags["outcome"] = Outcome.failed.value
+            with best_effort(f"the end of run {self.run_id}"):
+                write(self._store, self.run_id, tags=tags)
+        end(self._store, self.run_id, status)
+
+    def _log_params(self, config: dict[str, Any]) -> None:
+        """Log parameters that are not there yet: MLflow refuses to change one, and with it the whole batch."""
+        new = {name: value for name, value in params_of(config).items() if name not in self._params}
+        if new and self.run_id is not None:
+            write(self._store, self.run_id, params=new)
+            self._params |= new
+
+    def _stop_sampling(self) -> None:
+        if self._sampler is not None:
+            self._sampler.stop()
+            self._sampler = None
+
+
+def update_decision(store: Store, run_id: str | None, result: TrialResult, files: Sequence[Path] = ()) -> None:
+    """Set what is known only after the trial has ended: verdict, reasons, and what compares it with the others.
+
+    Replaces result.json by the judged one, adds `files`, and leaves the run's state as it is.
+    """
+    if run_id is None:
+        return
+    with best_effort(f"the decision on {result.name}"), tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "result.json"
+        write_json(result, path)
+        write_files(store, run_id, [path, *files])
+        tags = {**decision_tags_of(result), NOTE: description_of(result)}
+        write(store, run_id, metrics=decision_metrics_of(result), tags=tags)
+
+
+def reconcile(store: Store) -> int:
+    """End runs that a killed process left RUNNING; returns how many.
+
+    Only runs of this experiment whose process ran on this host and is gone. A trial that had been recorded whole
+    keeps its outcome; any other is KILLED with outcome `crashed`. Runs of living processes and of other hosts are
+    left alone; should one be ended wrongly, its own end corrects it.
+    """
+    ended = 0
+    with best_effort("what a killed command left running"):
+        for run in running(store):
+            tags = run.data.tags
+            if not abandoned(tags):
+                continue
+            outcome, status = tags.get("outcome"), "KILLED"
+            if outcome:
+                status = end_status(outcome)
+            else:
+                error = f"its process {tags['process.pid']} on {tags['process.host']} was killed"
+                write(store, run.info.run_id, tags={"outcome": Outcome.crashed.value, "error": error})
+            client(store.uri).set_terminated(run.info.run_id, status)
+            ended += 1
+    return ended
+
+
+def _ending(
+    outcome: str | None, kind: type[BaseException] | None, error: BaseException | None
+) -> tuple[Status, str | None]:
+    """How a trial's run ends, and what to say where the trial itself could not."""
+    if kind is None:
+        if outcome is None:
+            return "FAILED", "the trial ended without a result"
+        return ("FINISHED" if end_status(outcome) == "FINISHED" else "FAILED"), None
+    if issubclass(kind, KeyboardInterrupt):
+        return "KILLED", "interrupted"
+    said = one_line(error) if error is not None and str(error).strip() else ""
+    return "FAILED", f"{kind.__name__}: {said}" if said else kind.__name__
+
+
+def _resumed(store: Store, run_id: str) -> str | None:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        run = client(store.uri).get_run(run_id)
+        if run.info.lifecycle_stage != "active" or run.info.experiment_id != experiment_id(store):
+            return None
+        client(store.uri).update_run(run_id, status="RUNNING")
+    except MlflowException:
+        return None
+    return run_id
