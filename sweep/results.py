@@ -231,6 +231,7 @@ class TrialResult:
     parameters: int | None = None
     blocks: int | None = None
     prediction: Prediction | None = None
+    prediction_error: str = ""  # why there is none, in a trial that was measured all the same
     verification: Verification | None = None
     measurement: Measurement | None = None
     decision: Decision | None = None

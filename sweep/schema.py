@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Optional, Union
 
+from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from sweep.errors import BadInput
@@ -300,3 +301,12 @@ def _at_least(key: str, value: Optional[float], least: float) -> None:
 def _above_zero(key: str, value: Optional[float]) -> None:
     if value is not None and not value > 0:
         raise BadInput(key, value, "is not above zero", "give a positive number")
+
+
+def quarter_of(samples: int) -> int:
+    """A quarter of the global batch, rounded up: `${quarter_of:${workload.global_batch_size}}` in a config."""
+    return max(1, -(-samples // 4))
+
+
+OmegaConf.register_new_resolver("quarter_of", quarter_of, replace=True)
+ConfigStore.instance().store(name="schema", node=Config)

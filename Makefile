@@ -1,0 +1,36 @@
+# `make demo` and `make test` work on a fresh machine that has python3 (>= 3.11, with venv) and make.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test test-slow lint gpu clean
+
+demo: .venv/demo-installed
+	$(BIN)/python train.py -m 'strategy=glob(*)'
+
+test: .venv/dev-installed
+	$(BIN)/python -m pytest
+
+test-slow: .venv/dev-installed
+	$(BIN)/python -m pytest -m 'slow or not slow and not gpu'
+
+lint: .venv/dev-installed
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# On a machine with a CUDA device: the GPU tests and a short benchmark. Uses PYTHON as it is, with its own torch.
+gpu:
+	$(PYTHON) -m pytest -m gpu
+	$(PYTHON) benchmarks/gpu.py
+
+.venv/demo-installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+.venv/dev-installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@ .venv/demo-installed
+
+clean:
+	rm -rf .venv outputs multirun

@@ -1,0 +1,74 @@
+"""Hydra's hooks around a multirun: everything is checked before anything runs, and the report comes at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+
+from sweep.cli import exit_with
+from sweep.errors import BadInput
+from sweep.schema import typed
+
+
+class SweepCallback(Callback):
+    """Opens the session of a sweep and closes it. A single run opens its own (`sweep.session.run_job`)."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        try:
+            self._open(config)
+        except BadInput as error:
+            exit_with(error)  # Hydra turns a callback's exceptions into warnings, but not SystemExit
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        from sweep.session import Session
+
+        if Session.current is not None:
+            session = Session.current
+            session.finish()
+            Session.last_exit_code = session.exit_code
+
+    def _open(self, config: DictConfig) -> None:
+        jobs = _jobs(config)
+        configs = [typed(job) for job in jobs] if jobs is not None else []
+        # torch comes in here, after whatever is wrong with the words of the command line has been found.
+        from sweep.memory.device import resolve_device
+        from sweep.session import Session
+        from sweep.trial import check_trial
+
+        checked: dict[str, Any] = {}
+        for job in configs:
+            job.device = resolve_device(job.device)
+            check_trial(job, checked)
+        folder = Path(config.hydra.sweep.dir).resolve()
+        first = configs[0] if configs else typed(_without_hydra(config))
+        session = Session.open(
+            folder, first, list(config.hydra.overrides.task), trials=len(configs) or None, sweep=True
+        )
+        session.checked = checked
+
+
+def _jobs(config: DictConfig) -> list[DictConfig] | None:
+    """The configs of all jobs that Hydra's own sweeper will launch; None for another sweeper, which decides as it goes."""
+    if not str(config.hydra.sweeper._target_).endswith("BasicSweeper"):
+        return None
+    hydra = GlobalHydra.instance().hydra
+    assert hydra is not None
+    loader = hydra.config_loader
+    parser = OverridesParser.create(config_loader=loader)
+    arguments = list(config.hydra.overrides.task)
+    params = OmegaConf.to_container(config.hydra.sweeper.get("params") or {}, resolve=True)
+    if isinstance(params, dict):
+        arguments = [*(f"{k}={v}" for k, v in params.items()), *arguments]
+    batches = BasicSweeper.split_arguments(parser.parse_overrides(arguments), None)
+    return [_without_hydra(loader.load_sweep_config(config, list(job))) for batch in batches for job in batch]
+
+
+def _without_hydra(config: DictConfig) -> DictConfig:
+    plain = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
+    return plain

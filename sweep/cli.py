@@ -1,0 +1,143 @@
+"""From exceptions to exit codes: a person's mistake gets one line, an interruption its code, a bug its traceback."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from sweep.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, BadInput
+
+FULL_ERROR = "HYDRA_FULL_ERROR"
+
+
+def guarded(main: Callable[[], Any]) -> int:
+    """Run Hydra's main and return the exit code. With HYDRA_FULL_ERROR=1 exceptions keep their traceback."""
+    wants_traceback = os.environ.get(FULL_ERROR, "0") == "1"
+    os.environ[FULL_ERROR] = "1"  # Hydra would print its own version of the error and exit with 1
+    try:
+        main()
+        return _exit_code()
+    except KeyboardInterrupt:
+        _finish("KILLED")
+        print("interrupted; what was measured so far is kept", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        bad = as_bad_input(error)
+        _finish("FAILED")
+        if bad is None or wants_traceback:
+            raise
+        print(f"error: {bad}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+
+
+def exit_with(error: BadInput) -> NoReturn:
+    """Print the one line and exit; for places whose exceptions somebody else swallows."""
+    if os.environ.get("SWEEP_TRACEBACK") == "1":
+        raise error
+    print(f"error: {error}", file=sys.stderr)
+    raise SystemExit(EXIT_BAD_INPUT)
+
+
+def _finish(status: str) -> None:
+    """Close the session of this process, if it got so far as to open one."""
+    session_module = sys.modules.get("sweep.session")
+    if session_module is not None and session_module.Session.current is not None:
+        session_module.Session.current.finish(status)
+
+
+def _exit_code() -> int:
+    session_module = sys.modules.get("sweep.session")
+    return 0 if session_module is None else session_module.Session.last_exit_code
+
+
+def as_bad_input(error: BaseException) -> BadInput | None:
+    """The person's mistake behind an exception, ours or Hydra's, or None."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        if isinstance(cause, BadInput):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    if isinstance(error, (HydraException, OmegaConfBaseException)):
+        return _from_hydra(error)
+    return None
+
+
+def _from_hydra(error: BaseException) -> BadInput:
+    """One line out of Hydra's and OmegaConf's own messages."""
+    text = "\n".join(str(e) for e in _chain(error))
+    flat = " ".join(str(error).split())
+
+    if m := re.search(r"Could not find '([\w./-]+)/([\w.-]+)'(?:.*?Available options in '[^']*':\s*(.*?))?(?:Config search path|$)", text, re.S):
+        options = ", ".join((m.group(3) or "").split())
+        return BadInput(m.group(1), m.group(2), "there is no such option", f"choose one of: {options}" if options else "see --help")
+    if m := re.search(r"Could not override '([^']+)'", text):
+        return BadInput(m.group(1), _value_on_command_line(m.group(1)), "there is no such key", _near(m.group(1)))
+    if m := re.search(r"(?:Key|key) '([^']+)' (?:is )?not in '?(\w+)'?", text):
+        key = _full_key(text) or m.group(1)
+        return BadInput(key, _value_on_command_line(key), "there is no such key", _near(key))
+    if m := re.search(r"Could not append to config. An item is already at '([^']+)'", text):
+        return BadInput(m.group(1), _value_on_command_line(m.group(1)), "exists already", "leave out the +")
+    if key := _full_key(text):
+        wrong = str(_innermost(error)).strip().splitlines()[0].rstrip(".")
+        return BadInput(key, _value_on_command_line(key), wrong, "give a value of the right type; see sweep/schema.py")
+    if m := re.search(r"LexerNoViableAltException: (.*)|mismatched input|no viable alternative|extraneous input", text):
+        return BadInput("command line", " ".join(sys.argv[1:]), flat.split(" See ")[0], "quote the override, such as 'strategy=glob(*)'")
+    return BadInput("command line", " ".join(sys.argv[1:]), flat[:300], "see --help")
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    chain: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in chain:
+        chain.append(current)
+        current = current.__cause__ or current.__context__
+    return chain
+
+
+def _innermost(error: BaseException) -> BaseException:
+    return _chain(error)[-1]
+
+
+def _full_key(text: str) -> str | None:
+    match = re.search(r"full_key: (\S+)", text)
+    return match.group(1) if match else None
+
+
+def _value_on_command_line(key: str) -> str:
+    for argument in sys.argv[1:]:
+        name, _, value = argument.partition("=")
+        if name.lstrip("+~") == key:
+            return value
+    return "?"
+
+
+def _near(key: str) -> str:
+    """What the key may have been meant to be."""
+    import dataclasses
+    import difflib
+    import typing
+
+    from sweep import schema
+
+    def keys(cls: Any, prefix: str) -> list[str]:
+        found = []
+        hints = typing.get_type_hints(cls)
+        for f in dataclasses.fields(cls):
+            name = f"{prefix}{f.name}"
+            hint = hints[f.name]
+            found += keys(hint, name + ".") if dataclasses.is_dataclass(hint) else [name]
+        return found
+
+    known = keys(schema.Config, "")
+    close = difflib.get_close_matches(key, known, n=3, cutoff=0.5) or [
+        k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]
+    ][:3]
+    return f"did you mean {' or '.join(close)}" if close else "see --help for what may be set"

@@ -1,0 +1,184 @@
+"""One trial, in reading order: predict, verify, measure. Whatever goes wrong becomes the trial's outcome.
+
+Deciding needs the baseline and recording needs MLflow; both come after, in `sweep.session`.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import time
+import traceback
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sweep.environment import environment
+from sweep.errors import BadInput, NotEquivalent, NothingOffloaded
+from sweep.measure import Progress, evidence_of, measure, no_progress
+from sweep.memory.device import machine_has
+from sweep.outcomes import one_line, outcome_of
+from sweep.predict import predict
+from sweep.results import Evidence, Outcome, Prediction, TrialResult, write_json
+from sweep.schema import Config, DeviceConf, Dtype, Granularity, Mode, Placement, StrategyConf, plain
+from sweep.strategy import check_blocks, micro_batch_size
+from sweep.verify import verify
+from sweep.workload import build_data, build_model, find_blocks
+
+
+def run_trial(config: Config, name: str, *, progress: Progress = no_progress) -> TrialResult:
+    """Run one trial in this process. Raises BadInput only; any other failure is in the result."""
+    started = time.perf_counter()
+    result = describe(config, name)
+    try:
+        _run(config, result, progress)
+    except BadInput:
+        raise
+    except Exception as error:
+        result.outcome, result.error = outcome_of(error).value, one_line(error)
+        result.reason = "nothing_offloaded" if isinstance(error, NothingOffloaded) else ""
+        result.details = traceback.format_exc()
+    # Outside of the handler, whose traceback kept the trial's tensors alive.
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    result.wall_s = time.perf_counter() - started
+    return result
+
+
+def _run(config: Config, result: TrialResult, progress: Progress) -> None:
+    data = build_data(config.workload)
+    result.data_version, result.data = data.version, data.describe()
+
+    if config.mode is Mode.predict:
+        result.prediction = predict(config, data=data)
+        result.outcome = (Outcome.ok if result.prediction.fits else Outcome.over_budget).value
+        return
+
+    device = torch_device(config.device)
+    capacity = config.device.capacity_mib if device.type == "cpu" else limit_memory(config, device)
+    try:
+        result.prediction = predict(config, data=data)
+    except BadInput:
+        raise
+    except Exception as error:  # a trial that cannot be predicted can still be measured
+        result.prediction_error = one_line(error)
+
+    if config.measure.verify and not result.is_baseline:
+        result.verification = verify(config, device, data, capacity)
+        if not result.verification.passed:
+            raise NotEquivalent(result.verification.reason)
+
+    result.measurement = measure(config, device, data, capacity_mib=capacity, progress=progress)
+    result.outcome = Outcome.ok.value
+    if result.prediction is not None:
+        compare_prediction(result.prediction, result.measurement.peak_allocated_mib)
+
+
+def compare_prediction(prediction: Prediction, measured_mib: float) -> None:
+    """Note the prediction's error once the peak is known."""
+    if measured_mib > 0:
+        prediction.error_ratio = prediction.allocated_mib / measured_mib - 1.0
+
+
+def torch_device(conf: DeviceConf) -> torch.device:
+    """The torch device of a resolved config; where it is only predicted for, the CPU that does so."""
+    return torch.device("cuda", conf.index) if conf.type == "cuda" else torch.device("cpu")
+
+
+def limit_memory(config: Config, device: torch.device) -> float | None:
+    """Make a CUDA device as small as `device.capacity_mib`. It caps the allocator, not the context. Returns MiB."""
+    capacity = config.device.capacity_mib
+    total = torch.cuda.get_device_properties(device).total_memory
+    if capacity is not None and capacity * 2**20 < total:
+        torch.cuda.set_per_process_memory_fraction(capacity * 2**20 / total, device)
+    return capacity
+
+
+def describe(config: Config, name: str) -> TrialResult:
+    """The trial's result before anything has happened."""
+    predicting = config.mode is Mode.predict
+    evidence = Evidence.predicted if predicting else evidence_of(torch_device(config.device), config.measure)
+    return TrialResult(
+        name=name,
+        strategy=config.strategy.name,
+        workload=config.workload.name,
+        device=config.device.name,
+        outcome=Outcome.failed.value,
+        evidence=evidence.value,
+        is_baseline=is_baseline(config.strategy, config.workload.global_batch_size),
+        fixed_id=fixed_id(config),
+        strategy_id=digest(plain(config.strategy)),
+        mode=config.mode.value,
+        config=plain(config),
+        capacity_mib=config.device.capacity_mib,
+        environment=environment(),
+        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def is_baseline(strategy: StrategyConf, global_batch_size: int) -> bool:
+    """Whether a strategy changes nothing, whatever it is called."""
+    return (
+        micro_batch_size(strategy, global_batch_size) == global_batch_size
+        and strategy.checkpoint.granularity is Granularity.none
+        and strategy.offload.placement is Placement.none
+    )
+
+
+def fixed_id(config: Config) -> str:
+    """Digest of what must be equal for two trials to be comparable."""
+    measure_conf = {k: v for k, v in plain(config.measure).items() if k not in ("isolate", "timeout_s", "verify")}
+    return digest([plain(config.workload), plain(config.device), measure_conf, config.mode.value])
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def check_trial(config: Config, seen: dict[str, Any]) -> None:
+    """Raise BadInput for what only the data, the model or this machine can tell. `seen` spares repeated work in a sweep."""
+    w = config.workload
+    if config.mode is Mode.measure and not machine_has(config.device):
+        raise BadInput(
+            "device", config.device.name, "this machine has no such device",
+            "add mode=predict to predict for it, or use device=auto",
+        )
+    if config.mode is Mode.measure:
+        _check_dtype(w.dtype, torch_device(config.device))
+    data_key, model_key = digest(["data", w.data]), digest(["model", w.model, w.blocks])
+    if data_key not in seen:
+        seen[data_key] = build_data(w)
+        seen[data_key].train_batch(0, 1)
+    if model_key not in seen:
+        seen[model_key] = _blocks_without_weights(config)
+    check_blocks(config.strategy, seen[model_key])
+
+
+def _blocks_without_weights(config: Config) -> Any:
+    try:
+        with torch.device("meta"):
+            model = build_model(config.workload)
+    except BadInput:
+        raise
+    except Exception:  # a model that needs its values to be built
+        model = build_model(config.workload)
+    return find_blocks(model, config.workload.blocks)
+
+
+def _check_dtype(dtype: Dtype, device: torch.device) -> None:
+    wants_bf16 = dtype in (Dtype.bf16, Dtype.amp_bf16)
+    if device.type == "cuda" and wants_bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+        name = torch.cuda.get_device_name(device)
+        raise BadInput("workload.dtype", dtype.name, f"{name} has no bfloat16", "use fp32 or amp_fp16")
+
+
+def save(result: TrialResult, folder: Path) -> Path:
+    """Write result.json into the trial's folder."""
+    path = folder / "result.json"
+    result.folder = str(folder)
+    write_json(result, path)
+    return path

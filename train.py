@@ -1,0 +1,22 @@
+"""The one entry point: `python train.py --help`."""
+
+from __future__ import annotations
+
+import sys
+
+import hydra
+from omegaconf import DictConfig
+
+import sweep.schema  # registers the typed config
+from sweep.cli import guarded
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(cfg: DictConfig) -> None:
+    from sweep.session import run_job  # torch is imported only when a job really starts
+
+    run_job(cfg)
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))
