@@ -79,7 +79,7 @@ class Transformer(nn.Module):
         self.max_seq_len = max_seq_len
         self.tokens = make_embedding(vocab_size, d_model)
         self.positions = make_embedding(max_seq_len, d_model) if position == "learned" else None
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = make_dropout(dropout)
         self.blocks = nn.ModuleList(
             Block(d_model, heads, kv_heads, d_ff, norm, norm_eps, mlp, bias, dropout, causal=True, attention=attention)
             for _ in range(layers)
@@ -140,7 +140,7 @@ class Block(nn.Module):
         self.attn = SelfAttention(d_model, heads, kv_heads, bias, dropout, causal, attention)
         self.norm2 = make_norm(norm, d_model, norm_eps, bias)
         self.mlp = SwiGlu(d_model, width, bias) if mlp == "swiglu" else Mlp(d_model, width, bias)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = make_dropout(dropout)
 
     def forward(self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None) -> Tensor:
         """x (B, S, D) and, with rotary positions, the tables cos and sin (S, h/2) -> (B, S, D)."""
@@ -273,6 +273,12 @@ def make_norm(kind: str, d_model: int, eps: float, bias: bool) -> nn.Module:
     """A norm over the last dimension."""
     _one_of("norm", kind, NORMS)
     return nn.RMSNorm(d_model, eps=eps) if kind == "rms" else nn.LayerNorm(d_model, eps=eps, bias=bias)
+
+
+def make_dropout(probability: float) -> nn.Dropout:
+    if not 0 <= probability < 1:
+        raise BadInput("workload.model.dropout", probability, "is no probability below 1", "give 0 (off) to 0.9")
+    return nn.Dropout(probability)
 
 
 def make_linear(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from sweep import schema
 from sweep.errors import BadInput
-from sweep.workload.gpt import Block, make_linear, scale_residual
+from sweep.workload.gpt import Block, make_dropout, make_linear, scale_residual
 
 
 class VisionTransformer(nn.Module):
@@ -44,14 +44,15 @@ class VisionTransformer(nn.Module):
             )
         self.patches = nn.Conv2d(channels, d_model, kernel_size=patch_size, stride=patch_size)
         self.positions = nn.Parameter(torch.empty((image_size // patch_size) ** 2, d_model))
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = make_dropout(dropout)
         self.blocks = nn.ModuleList(
             Block(d_model, heads, d_ff=d_ff, dropout=dropout, causal=False, attention=attention) for _ in range(layers)
         )
         self.norm = nn.LayerNorm(d_model)
         self.head = make_linear(d_model, classes)
         scale_residual(self.blocks)
-        nn.init.normal_(self.positions, std=0.02)
+        # About as large as a patch's embedding: with the mean taken at the end, position is easily lost.
+        nn.init.normal_(self.positions, std=0.5)
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, channels, image_size, image_size) float -> logits (B, classes)."""
