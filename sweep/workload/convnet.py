@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class ResidualNet(nn.Module):
-    """Images (B, channels, height, width) -> logits (B, classes). Every block keeps size and features, so all are alike.
+    """Images (B, channels, height, width) -> logits (B, classes). All blocks are alike: same size, same features.
 
     Args:
         channels: image channels.
@@ -36,7 +36,7 @@ class ResidualNet(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """relu(x + norm2(conv2(relu(norm1(conv1(x)))))), arXiv:1512.03385. (B, features, height, width) -> the same shape."""
+    """relu(x + norm2(conv2(relu(norm1(conv1(x)))))): (B, features, height, width) -> the same (arXiv:1512.03385)."""
 
     def __init__(self, features: int) -> None:
         super().__init__()

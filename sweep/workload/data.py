@@ -1,8 +1,8 @@
 """Data that needs no download: text bytes, scikit-learn's digits, and random tokens and images.
 
 Every source is deterministic: a training batch follows from (seed, step), a held-out batch from (seed, index). Held-out
-batch i has the samples i * size to (i + 1) * size and begins again after `eval_samples`. Batches live on the host; numpy draws
-the indices, so that torch's random state and default device do not matter.
+batch i has the samples i * size to (i + 1) * size and begins again after `eval_samples`. Batches live on the host;
+numpy draws the indices, so that torch's random state and default device do not matter.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _TRAIN, _HELD_OUT = 0, 1
 class TextBytes:
     """Windows of text as bytes: inputs (B, S) int64 in 0..255, targets (B, S) the next byte of each.
 
-    A folder is split by file: of the files in the order of their names' SHA-256, every tenth is held out. A single file is
-    split by position: its last tenth is held out. Training windows begin anywhere; held-out windows do not overlap.
+    A folder is split by file: of the files in the order of their names' SHA-256, every tenth is held out. A single file
+    is split by position: its last tenth is held out. Training windows begin anywhere; held-out windows do not overlap.
 
     Args:
         seq_len: S, bytes of a window.
@@ -93,7 +93,7 @@ class TextBytes:
 class Digits:
     """scikit-learn's bundled 8x8 digits: inputs (B, 1, 8, 8) float32, targets (B,) int64 in 0..9.
 
-    1797 images; a fixed fifth is held out, whatever the seed. Normalised to mean 0 and deviation 1 over the training part.
+    1797 images; a fixed fifth is held out, whatever the seed. Normalised by the training part's mean and deviation.
     Each epoch is a permutation by (seed, epoch); a batch may reach over the end of an epoch.
     """
 
@@ -206,7 +206,7 @@ def digest(files: list[TextFile]) -> str:
 
 
 def split_by_file(files: list[TextFile]) -> tuple[list[TextFile], list[TextFile]]:
-    """(training, held-out) of two or more files: every tenth in the order of their names' digests, the first included."""
+    """(training, held-out) of two or more files: every tenth by the digests of their names, the first included."""
     order = sorted(files, key=lambda file: hashlib.sha256(_name_bytes(file)).digest())
     held_out = {file.name for file in order[::10]}
     return [f for f in files if f.name not in held_out], [f for f in files if f.name in held_out]

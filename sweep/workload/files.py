@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import os
+import platform
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -39,7 +40,7 @@ class Text:
 def read_stdlib(max_mib: float) -> Text:
     """The *.py files of the running Python's standard library, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
-    text = Text(f"standard library of Python {sysconfig.get_config_var('py_version') or sysconfig.get_python_version()}")
+    text = Text(f"standard library of Python {platform.python_version()}")
     paths = (
         path
         for path in _walk(root, _STDLIB_SKIPS)
@@ -62,11 +63,14 @@ def read_text(path: Path, max_mib: float) -> Text:
     if path.is_dir():
         _read_files(text, path, _walk(path, {"__pycache__"}, hidden=False), max_mib)
         if not text.files:
-            seen = f"holds no utf-8 text ({text.skipped_files} other files)" if text.skipped_files else "is an empty folder"
-            raise BadInput(KEY, path, seen, TODO)
+            skipped = text.skipped_files
+            wrong = f"holds no utf-8 text ({skipped} other files)" if skipped else "is an empty folder"
+            raise BadInput(KEY, path, wrong, TODO)
         return text
     if not path.exists():
         raise BadInput(KEY, path, "does not exist", TODO)
+    if not path.is_file():  # a pipe or a socket would block
+        raise BadInput(KEY, path, "is neither a file nor a folder", TODO)
     try:
         content, text.truncated = _read(path, int(max_mib * MIB))
     except OSError as error:

@@ -75,7 +75,7 @@ class Transformer(nn.Module):
         _one_of("position", position, POSITIONS)
         for name, value in (("vocab_size", vocab_size), ("max_seq_len", max_seq_len), ("layers", layers)):
             if value < 1:
-                raise BadInput(f"workload.model.{name}", value, "is below 1", "give 1 or more")
+                raise _bad(name, value, "is below 1", "give 1 or more")
         self.max_seq_len = max_seq_len
         self.tokens = make_embedding(vocab_size, d_model)
         self.positions = make_embedding(max_seq_len, d_model) if position == "learned" else None
@@ -103,7 +103,7 @@ class Transformer(nn.Module):
         """Token ids (B, S) int64, S <= max_seq_len -> logits (B, S, V), in the parameters' dtype or autocast's."""
         seq_len = tokens.shape[1]
         if seq_len > self.max_seq_len:
-            raise ValueError(f"a sequence of {seq_len} tokens is longer than the model's max_seq_len={self.max_seq_len}")
+            raise ValueError(f"{seq_len} tokens are more than the model's max_seq_len={self.max_seq_len}")
         x = self.tokens(tokens)
         if self.positions is not None:
             x = x + self.positions.weight[:seq_len]
@@ -117,7 +117,7 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm layer: x + attn(norm1(x)), then x + mlp(norm2(x)); dropout on both branches. (B, S, D) -> (B, S, D)."""
+    """A pre-norm layer (B, S, D) -> (B, S, D): x + attn(norm1(x)), then x + mlp(norm2(x)), with dropout on both."""
 
     def __init__(
         self,
@@ -168,14 +168,10 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         if heads < 1 or d_model % heads:
-            raise BadInput(
-                "workload.model.heads", heads, f"does not divide d_model={d_model}", "give a divisor of workload.model.d_model"
-            )
+            raise _bad("heads", heads, f"does not divide d_model={d_model}", "give a divisor of d_model")
         kv_heads = heads if kv_heads is None else kv_heads
         if kv_heads < 1 or heads % kv_heads:
-            raise BadInput(
-                "workload.model.kv_heads", kv_heads, f"does not divide heads={heads}", "give a divisor of workload.model.heads"
-            )
+            raise _bad("kv_heads", kv_heads, f"does not divide heads={heads}", "give a divisor of heads")
         _one_of("attention", attention, [kind.name for kind in schema.Attention])
         self.kind = schema.Attention[attention] if isinstance(attention, str) else attention
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, d_model // heads
@@ -203,7 +199,8 @@ class SelfAttention(nn.Module):
         return out
 
     def extra_repr(self) -> str:
-        return f"{self.kind.name}, heads={self.heads}, kv_heads={self.kv_heads}, causal={self.causal}, dropout={self.dropout_p}"
+        heads = f"heads={self.heads}, kv_heads={self.kv_heads}"
+        return f"{self.kind.name}, {heads}, causal={self.causal}, dropout={self.dropout_p}"
 
 
 class Mlp(nn.Module):
@@ -252,11 +249,9 @@ def eager_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, cau
 
 
 def rope_tables(seq_len: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position x frequency, each (seq_len, head_dim / 2), fp32; frequency i is base^(-2 i / head_dim)."""
+    """Cosine and sine of position x frequency, (seq_len, head_dim / 2) fp32; frequency i: base^(-2i / head_dim)."""
     if head_dim % 2:
-        raise BadInput(
-            "workload.model.position", "rope", f"needs an even head size, not {head_dim}", "change workload.model.heads"
-        )
+        raise _bad("position", "rope", f"needs an even head size, not {head_dim}", "change workload.model.heads")
     frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angle = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequency)
     return angle.cos(), angle.sin()
@@ -277,7 +272,7 @@ def make_norm(kind: str, d_model: int, eps: float, bias: bool) -> nn.Module:
 
 def make_dropout(probability: float) -> nn.Dropout:
     if not 0 <= probability < 1:
-        raise BadInput("workload.model.dropout", probability, "is no probability below 1", "give 0 (off) to 0.9")
+        raise _bad("dropout", probability, "is no probability below 1", "give 0 (off) to 0.9")
     return nn.Dropout(probability)
 
 
@@ -309,4 +304,8 @@ def scale_residual(blocks: nn.ModuleList) -> None:
 
 def _one_of(name: str, value: Any, options: tuple[str, ...] | list[str]) -> None:
     if value not in options and getattr(value, "name", None) not in options:
-        raise BadInput(f"workload.model.{name}", value, "is not known", f"give {' or '.join(options)}")
+        raise _bad(name, value, "is not known", f"give {' or '.join(options)}")
+
+
+def _bad(name: str, value: Any, wrong: str, todo: str) -> BadInput:
+    return BadInput(f"workload.model.{name}", value, wrong, todo)

@@ -42,7 +42,7 @@ class CrossEntropy:
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits in a model's output: a tensor, a mapping with "logits", an object with `.logits`, or a tuple's first item."""
+    """The logits of an output: a tensor, a mapping with "logits", an object with `.logits`, or a tuple's first item."""
     if isinstance(output, Tensor):
         return output
     found = None
@@ -54,7 +54,7 @@ def logits_of(output: Any) -> Tensor:
         found = output[0]
     if not isinstance(found, Tensor):
         raise TypeError(
-            f"the model's output of type {type(output).__name__} holds no logits: give a tensor, a tuple whose first item "
-            'is the logits, a mapping with "logits", or an object with .logits'
+            f"the model's output of type {type(output).__name__} holds no logits: give a tensor, a tuple whose first "
+            'item is the logits, a mapping with "logits", or an object with .logits'
         )
     return found

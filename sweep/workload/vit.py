@@ -39,9 +39,8 @@ class VisionTransformer(nn.Module):
     ) -> None:
         super().__init__()
         if patch_size < 1 or image_size % patch_size:
-            raise BadInput(
-                "workload.model.patch_size", patch_size, f"does not divide image_size={image_size}", "give a divisor of it"
-            )
+            wrong = f"does not divide image_size={image_size}"
+            raise BadInput("workload.model.patch_size", patch_size, wrong, "give a divisor of image_size")
         self.patches = nn.Conv2d(channels, d_model, kernel_size=patch_size, stride=patch_size)
         self.positions = nn.Parameter(torch.empty((image_size // patch_size) ** 2, d_model))
         self.dropout = make_dropout(dropout)
