@@ -43,11 +43,11 @@ def known(value: float | None) -> float | None:
 
 
 def number(value: float | None) -> str:
-    """About four significant digits, without an exponent: 9783, 312.4, 4.07."""
+    """Without an exponent, and without more digits than matter: 9783, 312.4, 4.1, 0.35, 0."""
     if known(value) is None or value is None:
         return NOT_KNOWN
     size = abs(value)
-    return f"{value:.0f}" if size >= 1000 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"
+    return f"{value:.0f}" if size >= 1000 or size == 0 else f"{value:.1f}" if size >= 1 else f"{value:.2f}"
 
 
 def mib(value: float | None) -> str:

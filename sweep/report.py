@@ -1,0 +1,128 @@
+"""Reports from stored results: report.json, report.md and the plots of a sweep; no torch, no MLflow.
+
+python -m sweep.report <sweep folder>      # the same report again from the result.json files
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from sweep.errors import EXIT_BAD_INPUT, EXIT_OK, BadInput
+from sweep.report_data import Report, Row, Section, budget_of, build
+from sweep.report_markdown import describe, markdown
+from sweep.report_terminal import print_report, report_console, single_line
+from sweep.results import TrialResult, read_trial, write_json
+from sweep.schema import BudgetConf
+
+__all__ = [
+    "Report",
+    "Row",
+    "Section",
+    "describe",
+    "markdown",
+    "print_report",
+    "read_sweep",
+    "render",
+    "report_console",
+    "single_line",
+    "write_report",
+]
+
+
+def write_report(
+    results: list[TrialResult], budget: BudgetConf, capacity_mib: float | None, folder: Path, *, command: str = ""
+) -> Report:
+    """Judge the trials and write report.json, report.md and the plots into `folder`.
+
+    capacity_mib: the device's memory, None where it is not known. command: what repeats the sweep. Raises ValueError
+    without any result. A plot that cannot be drawn is a warning: what was measured is worth more than its picture.
+    """
+    report = build(results, budget, capacity_mib, folder, command)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(report.data(), report.json_path)
+    try:
+        from sweep.report_plots import draw  # only now: matplotlib takes a second to import
+
+        report.plots = draw(report)
+    except Exception as error:
+        warnings.warn(f"the plots were not drawn: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
+    write_json(report.data(), report.json_path)
+    report.markdown_path.write_text(markdown(report), encoding="utf-8")
+    return report
+
+
+def read_sweep(folder: Path) -> list[TrialResult]:
+    """The trials below `folder` in the order in which they ran. Raises BadInput where there is none to read."""
+    if not folder.is_dir():
+        raise BadInput(
+            "folder", folder, "is no folder", "give the output folder of a sweep, such as multirun/<date>/<time>"
+        )
+    results: list[tuple[tuple[Any, ...], TrialResult]] = []
+    for path in folder.rglob("result.json"):
+        try:
+            result = read_trial(path)
+        except (ValueError, TypeError, AttributeError) as error:
+            wrong = f"is no result of a trial ({type(error).__name__})"
+            raise BadInput("folder", path, wrong, "move it away, or run that trial again") from error
+        results.append(((result.started_at, _natural(path)), result))
+    if not results:
+        raise BadInput("folder", folder, "holds no result.json", "give the output folder of a sweep, or run one")
+    return [result for _, result in sorted(results, key=lambda item: item[0])]
+
+
+def _natural(path: Path) -> tuple[tuple[int, str], ...]:
+    """Sorts 10 behind 9."""
+    return tuple((int(part or 0), text) for part, text in re.findall(r"(\d+)|(\D+)", str(path)))
+
+
+def render(folder: Path) -> Report:
+    """The report of a sweep again, from its stored results and under the budget that it had."""
+    results = read_sweep(folder)
+    stored: dict[str, Any] = {}
+    path = folder / "report.json"
+    if path.is_file():
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            stored = {}  # a report is made from results; a broken older one is no obstacle
+    budget = budget_of(stored.get("budget") or results[0].config.get("budget") or {})
+    capacity = stored["capacity_mib"] if "capacity_mib" in stored else _capacity_of(results)
+    return write_report(results, budget, capacity, folder, command=stored.get("command") or "")
+
+
+def _capacity_of(results: list[TrialResult]) -> float | None:
+    """The device's memory in MiB as the trials found it, or as it was configured."""
+    for result in results:
+        if result.capacity_mib is not None:
+            return result.capacity_mib
+        configured = (result.config.get("device") or {}).get("capacity_mib")
+        if configured is not None:
+            return float(configured)
+        if result.prediction is not None and result.prediction.capacity_mib is not None:
+            return result.prediction.capacity_mib
+    return None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m sweep.report", description="Make a sweep's report again from its stored results."
+    )
+    parser.add_argument("folder", type=Path, help="the sweep's output folder, such as multirun/<date>/<time>")
+    folder = parser.parse_args(arguments).folder
+    try:
+        report = render(folder)
+    except BadInput as error:
+        print(error, file=sys.stderr)
+        return EXIT_BAD_INPUT
+    print_report(report)
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,261 @@
+"""The pictures of a report, drawn without a display: peak against throughput, what fills the peak, and the losses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Annotation
+from matplotlib.transforms import Bbox
+
+from sweep.report_data import Report, Row, Section
+from sweep.report_words import CATEGORY_WORDS
+from sweep.results import Category, Evidence, TrialResult
+from sweep.words import mib
+
+#: Okabe and Ito's palette, which the colour-blind can tell apart.
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
+_CATEGORY_COLOURS = {
+    Category.parameter.value: "#0072B2",
+    Category.buffer.value: "#999999",
+    Category.gradient.value: "#56B4E9",
+    Category.optimizer_state.value: "#009E73",
+    Category.input.value: "#F0E442",
+    Category.activation.value: "#D55E00",
+    Category.temporary.value: "#CC79A7",
+}
+#: More names than this would cover the points.
+_MOST_LABELS = 14
+#: A cap or a predicted peak beyond this many times the largest measured one would squeeze the points together.
+_FAR = 2.5
+
+
+def draw(report: Report) -> list[Path]:
+    """Draw what there is data for into the report's folder; returns the PNG files in reading order."""
+    files: list[Path] = []
+    for i, section in enumerate(report.sections):
+        suffix = "" if len(report.sections) == 1 else f"_{i + 1}_{_slug(section.title)}"
+        for name, picture in (("pareto", pareto), ("at_peak", at_peak), ("loss", losses)):
+            figure = picture(section)
+            if figure is not None:
+                path = report.folder / f"{name}{suffix}.png"
+                FigureCanvasAgg(figure).print_png(str(path))
+                files.append(path)
+    return files
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-zA-Z0-9]+", "_", text).strip("_")
+
+
+def pareto(section: Section) -> Figure | None:
+    """Peak against throughput with the cap and the front; None where nothing was timed."""
+    timed = [r for r in section.rows if r.samples_per_s is not None and r.peak_mib is not None]
+    if not timed:
+        return None
+    in_tokens = all(r.tokens_per_s for r in timed)
+    rate: Callable[[Row], float] = lambda r: (r.tokens_per_s if in_tokens else r.samples_per_s) or 0.0  # noqa: E731
+    not_run = len(section.rows) - len(timed)
+    figure = Figure(figsize=(8, 5.4 + 0.1 * min(not_run, 20)), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)  # measures text
+    axes = figure.add_subplot()
+    _draw_front(axes, timed, rate)
+    for row in timed:
+        _draw_point(axes, section, row, rate(row))
+    right = _draw_not_run(axes, section, max(r.peak_mib or 0.0 for r in timed))
+    right = _draw_cap(axes, section, right)
+    axes.set_xlim(0, 1.1 * right)
+    axes.set_ylim(0, 1.15 * max(rate(r) for r in timed))
+    axes.set_xlabel("peak device memory, MiB" + (" (the ledger's)" if _on_cpu(section) else " (allocated)"))
+    axes.set_ylabel(
+        f"throughput, {'tokens' if in_tokens else 'samples'}/s" + (" (this CPU)" if _on_cpu(section) else "")
+    )
+    axes.set_title(f"{section.title}: peak memory against throughput ({section.comparison.evidence})", fontsize=11)
+    axes.grid(alpha=0.25)
+    _legend(figure, axes)
+    _name_points(axes, section, timed, rate)
+    return figure
+
+
+def _on_cpu(section: Section) -> bool:
+    return section.comparison.evidence == Evidence.cpu.value
+
+
+def _draw_point(axes: Axes, section: Section, row: Row, value: float) -> None:
+    """One trial with the spread of its throughput. Filled: accepted; hollow: not; ring: preferred; square: baseline."""
+    colour = _COLOURS[section.rows.index(row) % len(_COLOURS)]
+    x = row.peak_mib or 0.0
+    if row.step_ms and row.step_ms_low and row.step_ms_high:
+        low, high = value * row.step_ms / row.step_ms_high, value * row.step_ms / row.step_ms_low
+        axes.errorbar(x, value, yerr=[[max(0.0, value - low)], [max(0.0, high - value)]], color=colour, capsize=3, lw=1)
+    face = colour if row.verdict == "accept" else "white"
+    marker = "s" if row.is_baseline else "o"
+    axes.plot(x, value, marker, color=colour, markerfacecolor=face, markersize=8, markeredgewidth=1.8, zorder=3)
+    if row is section.preferred:
+        axes.plot(x, value, "o", color="black", markerfacecolor="none", markersize=17, markeredgewidth=1.6, zorder=4)
+
+
+def _name_points(axes: Axes, section: Section, rows: list[Row], rate: Callable[[Row], float]) -> None:
+    """Each point's name beside it, on the side where it covers no other name or point and stays inside."""
+    figure = axes.figure
+    figure.draw_without_rendering()  # type: ignore[union-attr]  # places the axes, and so the points
+    named = [r for r in rows if len(rows) <= _MOST_LABELS or r is section.preferred or r.is_baseline]
+    points = [axes.transData.transform((r.peak_mib or 0.0, rate(r))) for r in rows]
+    inner = axes.bbox.padded(-6)
+    taken = [Bbox.from_bounds(x - 9, y - 9, 18, 18) for x, y in points]
+    for row in sorted(named, key=lambda r: r is not section.preferred):
+        words = _short(row.name) + (" (preferred)" if row is section.preferred else "")
+        best: tuple[float, Bbox, Annotation] | None = None
+        for rise in (8, -15, 20, -27):
+            for side, shift in (("left", 9), ("right", -9)):
+                at = (row.peak_mib or 0.0, rate(row))
+                text = axes.annotate(
+                    words, at, (shift, rise), textcoords="offset points", ha=side, fontsize=9, zorder=5
+                )
+                text.set_in_layout(False)  # a long name must not squeeze the axes
+                box = text.get_window_extent()
+                outside = box.x0 < inner.x0 or box.x1 > inner.x1 or box.y0 < inner.y0
+                cost = sum(box.overlaps(other) for other in taken) + 3 * outside + abs(rise) / 100
+                if best is None or cost < best[0]:
+                    if best is not None:
+                        best[2].remove()
+                    best = cost, box, text
+                else:
+                    text.remove()
+        assert best is not None
+        taken.append(best[1])
+
+
+def _draw_front(axes: Axes, rows: list[Row], rate: Callable[[Row], float]) -> None:
+    """The trials that no other beats in both memory and throughput."""
+    front: list[Row] = []
+    for row in sorted(rows, key=lambda r: (r.peak_mib or 0.0, -rate(r))):
+        if row.verified is not False and (not front or rate(row) > rate(front[-1])):
+            front.append(row)
+    if len(front) > 1:
+        xs, ys = [r.peak_mib or 0.0 for r in front], [rate(r) for r in front]
+        axes.plot(
+            xs, ys, color="grey", linewidth=1, drawstyle="steps-post", zorder=1, label="front: not beaten in both"
+        )
+
+
+def _draw_cap(axes: Axes, section: Section, right: float) -> float:
+    """The memory cap as a line, what is over it shaded; returns how far the x axis must reach, in MiB."""
+    cap = section.comparison.cap_mib
+    if cap is None:
+        return right
+    if cap > _FAR * right:
+        axes.plot([], [], " ", label=f"cap {mib(cap)}, far right")
+        return right
+    axes.axvline(cap, color="black", linestyle="--", linewidth=1, label=f"cap {mib(cap)}")
+    axes.axvspan(cap, 10 * max(right, cap), color="black", alpha=0.06)
+    return max(right, cap)
+
+
+def _draw_not_run(axes: Axes, section: Section, right: float) -> float:
+    """What has no throughput: at its predicted peak on the axis, else in the legend only; returns the reach in MiB."""
+    reach = right
+    for row in section.rows:
+        if row.samples_per_s is not None and row.peak_mib is not None:
+            continue
+        p, label = row.predicted, f"{_short(row.name)}: {row.outcome}"
+        near = p is not None and p.allocated_mib <= _FAR * right
+        x = [p.allocated_mib] if p is not None and near else []
+        label += f" (predicted peak {mib(p.allocated_mib)})" if p is not None else ""
+        axes.plot(x, [0.0] * len(x), "x", color="#D55E00", markersize=8, clip_on=False, zorder=4, label=label)
+        reach = max([reach, *x])
+    return reach
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 34 else f"{name[:33]}\N{HORIZONTAL ELLIPSIS}"
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    handles += [
+        axes.plot([], [], "s", color="grey")[0],
+        axes.plot([], [], "o", color="grey", markerfacecolor="white")[0],
+    ]
+    labels += ["square: baseline", "hollow: not accepted"]
+    figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=2)
+
+
+def at_peak(section: Section) -> Figure | None:
+    """What is alive at each trial's peak, by category; None where that is not known."""
+    rows = [r for r in section.rows if r.at_peak_mib]
+    if not rows:
+        return None
+    figure = Figure(figsize=(8, 1.6 + 0.5 * len(rows)), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    ends = [0.0] * len(rows)
+    for category in _CATEGORY_COLOURS:
+        widths = [r.at_peak_mib.get(category, 0.0) for r in rows]
+        if any(widths):
+            colour, words = _CATEGORY_COLOURS[category], CATEGORY_WORDS[category]
+            axes.barh(range(len(rows)), widths, left=ends, color=colour, label=words, height=0.65)
+            ends = [a + b for a, b in zip(ends, widths)]
+    reach = max(ends)
+    box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
+    for i, (row, end) in enumerate(zip(rows, ends)):
+        phase = (
+            row.peak.phase if row.peak is not None else row.predicted.peak_phase if row.predicted is not None else ""
+        )
+        axes.annotate(
+            f"{mib(end)}, in {phase}",
+            (end, i),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+            bbox=box,
+        )
+    cap = section.comparison.cap_mib
+    if cap is not None and cap <= _FAR * reach:
+        axes.axvline(cap, color="black", linestyle="--", linewidth=1, label=f"cap {mib(cap)}")
+        reach = max(reach, cap)
+    axes.set_xlim(0, 1.28 * reach)
+    axes.set_yticks(range(len(rows)), [_short(r.name) + _how(section, r) for r in rows], fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlabel("MiB")
+    axes.set_title(f"{section.title}: what is alive at the peak ({section.comparison.evidence})", fontsize=11)
+    axes.grid(axis="x", alpha=0.25)
+    figure.legend(*axes.get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=4)
+    return figure
+
+
+def _how(section: Section, row: Row) -> str:
+    if row is section.preferred:
+        return " (preferred)"
+    return " (predicted)" if row.peak is None and not section.predicts else ""
+
+
+def losses(section: Section) -> Figure | None:
+    """Training loss of every trial over its optimizer steps; None where there is not more than a point to show."""
+    curves = [(r, m.train_loss) for r in section.results if (m := r.measurement) is not None and len(m.train_loss) > 1]
+    if len(curves) < 2:
+        return None
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    for i, (result, values) in enumerate(_baseline_first(curves)):
+        # Equal curves lie on each other: thick below, thin and dashed above, so that each can be seen.
+        width, style = (4.0, "-") if result.is_baseline else (1.4, ("-", "--", "-.", ":")[i % 4])
+        alpha = 0.45 if result.is_baseline else 1.0
+        colour = _COLOURS[section.results.index(result) % len(_COLOURS)]
+        axes.plot(
+            range(1, len(values) + 1), values, style, color=colour, linewidth=width, alpha=alpha, label=result.name
+        )
+    axes.set_xlabel("optimizer step, warm-up included")
+    axes.set_ylabel("training loss")
+    axes.set_title(f"{section.title}: training loss", fontsize=11)
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=8)
+    return figure
+
+
+def _baseline_first(curves: list[tuple[TrialResult, list[float]]]) -> list[tuple[TrialResult, list[float]]]:
+    return sorted(curves, key=lambda curve: not curve[0].is_baseline)
