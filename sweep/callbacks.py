@@ -11,8 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from sweep.cli import exit_with
-from sweep.errors import BadInput
+from sweep.cli import not_swallowed
 from sweep.schema import typed
 
 
@@ -20,18 +19,15 @@ class SweepCallback(Callback):
     """Opens the session of a sweep and closes it. A single run opens its own (`sweep.session.run_job`)."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        try:
+        with not_swallowed():
             self._open(config)
-        except BadInput as error:
-            exit_with(error)  # Hydra turns a callback's exceptions into warnings, but not SystemExit
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         from sweep.session import Session
 
         if Session.current is not None:
-            session = Session.current
-            session.finish()
-            Session.last_exit_code = session.exit_code
+            with not_swallowed():
+                Session.current.finish()
 
     def _open(self, config: DictConfig) -> None:
         jobs = _jobs(config)
@@ -62,13 +58,11 @@ def _jobs(config: DictConfig) -> list[DictConfig] | None:
     loader = hydra.config_loader
     parser = OverridesParser.create(config_loader=loader)
     arguments = list(config.hydra.overrides.task)
-    params = OmegaConf.to_container(config.hydra.sweeper.get("params") or {}, resolve=True)
-    if isinstance(params, dict):
-        arguments = [*(f"{k}={v}" for k, v in params.items()), *arguments]
+    params = config.hydra.sweeper.get("params") or {}
+    arguments = [*(f"{key}={value}" for key, value in params.items()), *arguments]
     batches = BasicSweeper.split_arguments(parser.parse_overrides(arguments), None)
     return [_without_hydra(loader.load_sweep_config(config, list(job))) for batch in batches for job in batch]
 
 
 def _without_hydra(config: DictConfig) -> DictConfig:
-    plain = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
-    return plain
+    return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])

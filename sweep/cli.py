@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from sweep.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, BadInput
 
@@ -24,21 +25,30 @@ def guarded(main: Callable[[], Any]) -> int:
         _finish("KILLED")
         print("interrupted; what was measured so far is kept", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except Exception as error:
+    except (Exception, Escaping) as caught:
+        error = caught.error if isinstance(caught, Escaping) else caught
         bad = as_bad_input(error)
         _finish("FAILED")
         if bad is None or wants_traceback:
-            raise
+            raise error
         print(f"error: {bad}", file=sys.stderr)
         return EXIT_BAD_INPUT
 
 
-def exit_with(error: BadInput) -> NoReturn:
-    """Print the one line and exit; for places whose exceptions somebody else swallows."""
-    if os.environ.get("SWEEP_TRACEBACK") == "1":
-        raise error
-    print(f"error: {error}", file=sys.stderr)
-    raise SystemExit(EXIT_BAD_INPUT)
+class Escaping(BaseException):
+    """Carries an exception through places that swallow exceptions: Hydra turns those of a callback into warnings."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextmanager
+def not_swallowed() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise Escaping(error) from error
 
 
 def _finish(status: str) -> None:
@@ -50,7 +60,7 @@ def _finish(status: str) -> None:
 
 def _exit_code() -> int:
     session_module = sys.modules.get("sweep.session")
-    return 0 if session_module is None else session_module.Session.last_exit_code
+    return 0 if session_module is None else session_module.Session.exit_code
 
 
 def as_bad_input(error: BaseException) -> BadInput | None:

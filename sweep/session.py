@@ -23,8 +23,8 @@ from sweep.errors import EXIT_NOTHING_FEASIBLE, EXIT_OK
 from sweep.isolate import run_isolated
 from sweep.memory.device import resolve_device
 from sweep.progress import Display
-from sweep.report import print_report, single_line, write_report
-from sweep.results import TrialResult, read_trial, write_json
+from sweep.report import print_report, report_console, single_line, write_report
+from sweep.results import Decision, TrialResult, read_trial, write_json
 from sweep.schema import Config, Isolate, Mode, StrategyConf, TrackingConf, typed
 from sweep.trial import check_trial, describe, fixed_id, is_baseline, run_trial, save
 
@@ -45,15 +45,14 @@ class Session:
     """See the module's docstring. `Session.current` is this process's, if there is one."""
 
     current: Session | None = None
-    last_exit_code = EXIT_OK
+    exit_code = EXIT_OK  # of the command
 
     def __init__(
         self, folder: Path, state: State, conf: TrackingConf, *, trials: int | None = None, owner: bool = True
     ) -> None:
         self.folder, self.state, self.conf, self.owner = folder, state, conf, owner
-        self.display = Display(trials, Console() if owner else Console(quiet=True))
+        self.display = Display(trials, report_console() if owner else Console(quiet=True))
         self.checked: dict[str, Any] = {}  # what check_trial has built already
-        self.exit_code = EXIT_OK
         self.closed = False
         self._store = tracking.store_location(conf.uri, ROOT, conf.experiment) if conf.enabled else None
 
@@ -158,7 +157,7 @@ class Session:
                     found[result.mlflow_run_id or result.folder] = result
         return sorted(found.values(), key=lambda r: (not r.is_baseline, r.started_at, r.folder))
 
-    def finish(self, status: str = "FINISHED") -> None:
+    def finish(self, status: tracking.Status = "FINISHED") -> None:
         """Judge all trials, write and print the report, and close the parent run. Also for an interrupted sweep."""
         if self.closed:
             return
@@ -168,18 +167,25 @@ class Session:
         files: list[Path] = []
         markdown = ""
         if results:
-            first = typed(results[0].config)
-            report = write_report(results, first.budget, results[0].capacity_mib, self.folder, command=self.state.command)
-            if self._store is not None:
-                for result in report.results:
-                    tracking.update_decision(self._store, result.mlflow_run_id, result)
+            budget = typed(results[0].config).budget
+            report = write_report(results, budget, results[0].capacity_mib, self.folder, command=self.state.command)
+            for section in report.sections:
+                for result, decision in zip(section.results, section.comparison.decisions):
+                    self._judged(result, decision)
             print_report(report, self.display.console)
-            files, markdown = report.files, report.markdown
-            if not any(c.feasible for c in report.comparisons):
-                self.exit_code = EXIT_NOTHING_FEASIBLE
+            files = [report.json_path, report.markdown_path, *report.plots]
+            markdown = report.markdown_path.read_text(encoding="utf-8")
+            if not report.feasible:
+                Session.exit_code = EXIT_NOTHING_FEASIBLE
         if self._store is not None:
             tracking.close_sweep(self._store, self.state.parent_run_id, status, report_markdown=markdown, files=files)
         Session.current = None
+
+    def _judged(self, result: TrialResult, decision: Decision) -> None:
+        result.decision = decision
+        save(result, Path(result.folder))
+        if self._store is not None:
+            tracking.update_decision(self._store, result.mlflow_run_id, result)
 
 
 def run_job(cfg: DictConfig) -> None:
@@ -197,7 +203,6 @@ def run_job(cfg: DictConfig) -> None:
     session.checked = checked
     session.run(config, output, overrides)
     session.finish()
-    Session.last_exit_code = session.exit_code
 
 
 def trial_name(config: Config, overrides: Sequence[str]) -> str:

@@ -136,7 +136,7 @@ def fixed_id(config: Config) -> str:
 
 
 def digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(plain(value), sort_keys=True).encode()).hexdigest()[:12]
 
 
 def check_trial(config: Config, seen: dict[str, Any]) -> None:
