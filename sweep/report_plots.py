@@ -58,7 +58,7 @@ def pareto(section: Section) -> Figure | None:
     if not timed:
         return None
     in_tokens = all(r.tokens_per_s for r in timed)
-    rate: Callable[[Row], float] = lambda r: (r.tokens_per_s if in_tokens else r.samples_per_s) or 0.0  # noqa: E731
+    rate: Callable[[Row], float] = lambda r: (r.tokens_per_s if in_tokens else r.samples_per_s) or 0.0
     not_run = len(section.rows) - len(timed)
     figure = Figure(figsize=(8, 5.4 + 0.1 * min(not_run, 20)), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)  # measures text
@@ -130,14 +130,19 @@ def _name_points(axes: Axes, section: Section, rows: list[Row], rate: Callable[[
         taken.append(best[1])
 
 
-def _draw_front(axes: Axes, rows: list[Row], rate: Callable[[Row], float]) -> None:
-    """The trials that no other beats in both memory and throughput."""
-    front: list[Row] = []
+def front(rows: list[Row], rate: Callable[[Row], float]) -> list[Row]:
+    """The trials that no other beats in both peak and throughput, by rising peak; without those not equivalent."""
+    found: list[Row] = []
     for row in sorted(rows, key=lambda r: (r.peak_mib or 0.0, -rate(r))):
-        if row.verified is not False and (not front or rate(row) > rate(front[-1])):
-            front.append(row)
-    if len(front) > 1:
-        xs, ys = [r.peak_mib or 0.0 for r in front], [rate(r) for r in front]
+        if row.verified is not False and (not found or rate(row) > rate(found[-1])):
+            found.append(row)
+    return found
+
+
+def _draw_front(axes: Axes, rows: list[Row], rate: Callable[[Row], float]) -> None:
+    best = front(rows, rate)
+    if len(best) > 1:
+        xs, ys = [r.peak_mib or 0.0 for r in best], [rate(r) for r in best]
         axes.plot(
             xs, ys, color="grey", linewidth=1, drawstyle="steps-post", zorder=1, label="front: not beaten in both"
         )
@@ -166,7 +171,7 @@ def _draw_not_run(axes: Axes, section: Section, right: float) -> float:
         near = p is not None and p.allocated_mib <= _FAR * right
         x = [p.allocated_mib] if p is not None and near else []
         label += f" (predicted peak {mib(p.allocated_mib)})" if p is not None else ""
-        axes.plot(x, [0.0] * len(x), "x", color="#D55E00", markersize=8, clip_on=False, zorder=4, label=label)
+        axes.plot(x, [0.0] * len(x), "x", color="#D55E00", markersize=8, clip_on=not x, zorder=4, label=label)
         reach = max([reach, *x])
     return reach
 

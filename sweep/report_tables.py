@@ -14,8 +14,8 @@ from sweep.report_words import memory_shares, operator_words, spread
 from sweep.results import Outcome, Verdict
 from sweep.words import NOT_KNOWN, error, loss, number, percent, ratio
 
-#: From this width on there is room for every column.
-WIDE = 100
+#: From this width on there is room for whole headers and every column.
+WIDE, WIDE_PREDICTED = 100, 110
 BAR = 24
 #: What all columns take beside the name, and, of predictions, beside where the peak is.
 _MEASURED_WIDTH, _PREDICTED_WIDTH = 74, 76
@@ -36,7 +36,7 @@ class _Column:
 
 def trials_table(section: Section, width: int, plain: Plain) -> Table:
     """All trials of a comparison, measured or predicted, the preferred one marked."""
-    wide = width >= WIDE
+    wide = width >= (WIDE_PREDICTED if section.predicts else WIDE)
     reserved = width >= WIDE + 10 and any(row.reserved_mib is not None for row in section.rows)
     if section.predicts:
         room = width - _PREDICTED_WIDTH - len("backward") if wide else 22

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
 from sweep.report_data import Report, Row, Section
-from sweep.results import Category, Evidence
+from sweep.results import Category, Evidence, Holder
 from sweep.words import count, error, mib, number, percent
 
 CATEGORY_WORDS = {
@@ -101,13 +102,21 @@ def memory_shares(row: Row) -> list[tuple[str, float, float]]:
 
 
 def largest_line(row: Row, most: int = 5) -> str:
-    """The largest single holders of memory at the peak, in one line."""
+    """The largest single holders of memory at the peak, in one line; those of like blocks together."""
     holders = row.peak.largest if row.peak is not None else row.predicted.largest if row.predicted is not None else []
-    shown = [
-        f"{h.name or '(outside of any module)'} {mib(h.mib)} {CATEGORY_WORDS.get(h.category, h.category)}"
-        + (f" in {h.count} tensors" if h.count > 1 else "")
-        for h in holders[:most]
-    ]
+    alike: dict[tuple[str, str], list[Holder]] = {}
+    for holder in holders:
+        alike.setdefault((re.sub(r"\d+", "*", holder.name), holder.category), []).append(holder)
+    shown = []
+    for (pattern, category), group in list(alike.items())[:most]:
+        words = CATEGORY_WORDS.get(category, category)
+        if len(group) == 1:
+            tensors = f" in {group[0].count} tensors" if group[0].count > 1 else ""
+            shown.append(f"{group[0].name or '(outside of any module)'} {mib(group[0].mib)} {words}{tensors}")
+        else:
+            sizes = {number(h.mib) for h in group}
+            upto = "" if len(sizes) == 1 else "up to "
+            shown.append(f"{len(group)} x {pattern}, {upto}{mib(max(h.mib for h in group))} {words} each")
     return "; ".join(shown)
 
 
@@ -171,10 +180,11 @@ def mlflow_line(report: Report) -> str:
     """What to type or open to see the runs; empty where tracking is off."""
     if report.tracking.get("enabled") is False:
         return ""
-    uri = report.tracking.get("uri")
-    if uri and str(uri).startswith(("http://", "https://")):
-        return f"open {uri}"
-    return f"mlflow ui --backend-store-uri {shlex.quote(str(uri or 'sqlite:///mlruns/mlflow.db'))}"
+    # A password in the address is not for reports.
+    shown = re.sub(r"(://[^:@/\s]*):[^@/\s]*@", r"\1:***@", str(report.tracking.get("uri") or ""))
+    if shown.startswith(("http://", "https://")):
+        return f"open {shown}"
+    return f"mlflow ui --backend-store-uri {shlex.quote(shown or 'sqlite:///mlruns/mlflow.db')}"
 
 
 def shown_path(path: Path) -> str:

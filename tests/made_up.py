@@ -54,7 +54,7 @@ def config(strategy: str, **knobs: Any) -> dict[str, Any]:
 
 
 def peak(mib: float, phase: str = "backward", **at_peak: float) -> Peak:
-    """A peak: 60 MiB last through the step unless `at_peak` says otherwise, the rest are activations and temporaries."""
+    """A peak: 60 MiB last through the step unless `at_peak` says otherwise, most of the rest are activations."""
     shares = dict(at_peak) or {
         "parameter": 20.0,
         "gradient": 10.0,

@@ -200,7 +200,7 @@ TABLE: list[tuple[str, TrialResult, TrialResult | None, dict[str, Any], str, str
 
 
 @pytest.mark.parametrize(
-    "code, result, baseline, budget, verdict, action", TABLE, ids=lambda v: v if isinstance(v, str) else ""
+    ("code", "result", "baseline", "budget", "verdict", "action"), TABLE, ids=lambda v: v if isinstance(v, str) else ""
 )
 def test_each_reason_gives_its_verdict_and_names_what_to_type(
     code: str, result: TrialResult, baseline: TrialResult | None, budget: dict[str, Any], verdict: str, action: str
@@ -231,12 +231,13 @@ def test_a_trial_within_the_whole_budget_is_accepted_with_its_numbers() -> None:
         150,
     )
     assert decision.throughput_ratio == pytest.approx(100 / 130)
-    assert decision.why.startswith("on this CPU:") and "GPU" not in decision.why
+    assert decision.why.startswith("on this CPU:")
+    assert "GPU" not in decision.why
     assert decision.against == "the baseline (300.0 MiB, 100.0 ms per step)"
 
 
 @pytest.mark.parametrize(
-    "strategy, knobs, blocks, cap, expected",
+    ("strategy", "knobs", "blocks", "cap", "expected"),
     [
         ("micro_batch", {"micro_batch_size": 4}, 8, 140, "strategy.micro_batch_size=2"),
         ("micro_batch", {"micro_batch_size": 3}, 8, 140, "strategy.micro_batch_size=1"),
@@ -274,7 +275,7 @@ def test_over_memory_turns_the_knobs_of_its_own_strategy_first(
 
 
 @pytest.mark.parametrize(
-    "strategy, knobs, evidence, expected",
+    ("strategy", "knobs", "evidence", "expected"),
     [
         ("micro_batch", {"micro_batch_size": 4}, "cpu", "strategy.micro_batch_size=8"),
         ("micro_batch", {"micro_batch_size": 8}, "cpu", "no faster setting"),  # 16 would be the baseline
@@ -301,27 +302,31 @@ def test_below_throughput_gives_memory_back(strategy: str, knobs: dict[str, Any]
 def test_a_floor_missed_inside_the_noise_asks_for_more_steps_not_for_another_setting() -> None:
     decision = judged(trial("checkpoint", 150.0, 112.0, measure={"spread": 0.02}), min_throughput_ratio=0.9)
     assert decision.reasons == ["below_throughput"]
-    assert "measure.steps=10" in decision.next_action and decision.verdict == "tune"
+    assert "measure.steps=10" in decision.next_action
+    assert decision.verdict == "tune"
 
 
 def test_too_large_and_too_slow_at_once_has_no_knob() -> None:
     decision = judged(CHECKPOINT, memory_mib=140, min_throughput_ratio=0.9)
     assert decision.reasons == ["over_memory", "below_throughput"]
-    assert decision.verdict == "reject" and "at once" in decision.next_action
+    assert decision.verdict == "reject"
+    assert "at once" in decision.next_action
 
 
 def test_a_reason_that_no_knob_mends_decides_over_one_that_can_be_tuned() -> None:
     result = trial("checkpoint", 150.0, 130.0, measure={"eval_loss": 9.0})
     decision = judged(result, memory_mib=140, max_eval_loss=4)
     assert decision.reasons == ["quality_lost", "over_memory"]
-    assert decision.verdict == "reject" and "workload.seed=1" in decision.next_action
+    assert decision.verdict == "reject"
+    assert "workload.seed=1" in decision.next_action
 
 
 def test_a_peak_in_the_optimizer_points_to_the_optimizer_and_not_to_activations() -> None:
     at = {"parameter": 40.0, "gradient": 40.0, "optimizer_state": 80.0, "temporary": 40.0}
     result = trial("checkpoint", 200.0, 130.0, measure={"peak": peak(200.0, "optimizer", **at)})
     decision = judged(result, memory_mib=190)
-    assert decision.verdict == "reject" and "workload.optimizer.implementation=fused" in decision.next_action
+    assert decision.verdict == "reject"
+    assert "workload.optimizer.implementation=fused" in decision.next_action
     result = trial("checkpoint", 162.0, 130.0, measure={"peak": peak(162.0, "optimizer", **{**at, "temporary": 2.0})})
     assert "optimizer with less state" in judged(result, memory_mib=161.99).next_action
 
@@ -333,7 +338,8 @@ def test_switched_off_verification_is_accepted_only_with_its_name_on_it() -> Non
     assert (decision.verdict, decision.reasons) == ("accept", ["not_verified"])
     assert "not verified" in decision.why
     comparison = conclude([trial("baseline", outcome="oom_device"), result], BudgetConf(), 200.0)
-    assert comparison.preferred == "checkpoint" and "not verified" in comparison.why
+    assert comparison.preferred == "checkpoint"
+    assert "not verified" in comparison.why
 
 
 def test_a_strategy_that_saves_nothing_must_be_faster() -> None:
@@ -343,7 +349,7 @@ def test_a_strategy_that_saves_nothing_must_be_faster() -> None:
 
 
 @pytest.mark.parametrize(
-    "evidence, mode, least, verdict",
+    ("evidence", "mode", "least", "verdict"),
     [
         ("cpu", "measure", MinEvidence.auto, "accept"),
         ("cpu", "measure", MinEvidence.predicted, "accept"),
@@ -402,23 +408,27 @@ def test_with_no_budget_the_baseline_is_kept_and_the_cheapest_saving_named() -> 
     comparison = conclude(results, BudgetConf(), None)
     assert (comparison.verdict, comparison.preferred, comparison.baseline) == ("accept", "baseline", "baseline")
     assert comparison.cheapest_saving == "micro_batch"  # 184 MiB for 13 ms; hybrid saves more, for 48 ms
-    assert "nothing needs to change" in comparison.why and "no memory cap is set" in comparison.why
+    assert "nothing needs to change" in comparison.why
+    assert "no memory cap is set" in comparison.why
     assert "if memory gets short, micro_batch" in comparison.next_action
-    assert comparison.feasible and comparison.evidence == "cpu"
+    assert comparison.feasible
+    assert comparison.evidence == "cpu"
 
 
 def test_under_a_cap_the_fastest_that_fits_is_preferred_not_the_smallest() -> None:
     results = sweep_of_six("measured")
     comparison = conclude(results, BudgetConf(memory_mib=130), None)
     decisions = by_name(comparison, results)
-    assert comparison.preferred == "micro_batch" and comparison.preferred_index == 1
+    assert comparison.preferred == "micro_batch"
+    assert comparison.preferred_index == 1
     assert decisions["hybrid"].verdict == decisions["offload"].verdict == "accept"
     assert decisions["baseline"].next_action == "use micro_batch instead"
-    assert "measured on this GPU" in comparison.why and "GPU" not in comparison.next_action
+    assert "measured on this GPU" in comparison.why
+    assert "GPU" not in comparison.next_action
 
 
 @pytest.mark.parametrize(
-    "times, expected",
+    ("times", "expected"),
     [
         ({"micro_batch": 131, "checkpoint": 130, "offload": 129, "hybrid": 128}, "micro_batch"),
         ({"micro_batch": 150, "checkpoint": 130, "offload": 129, "hybrid": 128}, "checkpoint"),
@@ -494,10 +504,12 @@ def test_predictions_are_compared_without_times_and_never_called_fast() -> None:
     results = [trial(r.name, r.peak_mib, mode="predict", evidence="predicted") for r in sweep_of_six()]
     comparison = conclude(results, BudgetConf(memory_mib=150), None)
     assert (comparison.preferred, comparison.evidence) == ("micro_batch", "predicted")
-    assert "fastest" not in comparison.why and "nothing was run" in comparison.why
+    assert "fastest" not in comparison.why
+    assert "nothing was run" in comparison.why
     assert "mode=measure" in comparison.next_action
     kept = conclude(results, BudgetConf(), None)
-    assert kept.preferred == "baseline" and "what it costs in time is not known" in kept.next_action
+    assert kept.preferred == "baseline"
+    assert "what it costs in time is not known" in kept.next_action
 
 
 def test_among_predictions_of_one_kind_the_larger_micro_batch_changes_less() -> None:
@@ -550,7 +562,8 @@ def test_every_reason_has_a_meaning_and_a_next_step_for_every_strategy() -> None
         for code, reason in REASONS.items():
             for config in (trial(name).config, {}):
                 step = reason.next_step(Case(trial(name, config=config), None))
-                assert reason.meaning and (step.overrides or len(step.words) > 10), (code, name)
+                assert reason.meaning
+                assert step.overrides or len(step.words) > 10, (code, name)
 
 
 def test_deciding_needs_no_torch() -> None:
