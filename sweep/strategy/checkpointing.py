@@ -7,6 +7,7 @@ changes (BatchNorm's running statistics) are not changed again by recomputation.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from fnmatch import fnmatchcase
@@ -14,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from sweep.errors import BadInput
+from sweep.errors import BadInput, NotEquivalent
 from sweep.results import Phase
 from sweep.schema import CheckpointConf, Granularity
 from sweep.step import Phases
@@ -116,8 +118,12 @@ def recomputed(forward: Forward, modules: list[nn.Module], phases: Phases, kept:
 class BufferGuard:
     """Lets a forward change buffers once, not again when it is recomputed.
 
-    The first run records which buffers it changed (by their version counters); recomputation works on copies of those.
+    Recomputation works on copies of all small buffers, and of those larger ones that the first run changed by their
+    version counters. These alone do not do: batch normalisation's kernels change running statistics without counting.
     """
+
+    #: Buffers up to this size are copied without asking: statistics are small, masks and tables are not.
+    SMALL_BYTES = 64 * 1024
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self._owners = [m for top in modules for m in top.modules() if m._buffers]
@@ -135,7 +141,8 @@ class BufferGuard:
         yield
         for owner, name, buffer in self._live():
             known, version = before.get((id(owner), name), (None, -1))
-            if buffer is not known or buffer._version != version:
+            small = buffer.numel() * buffer.element_size() <= self.SMALL_BYTES
+            if small or buffer is not known or buffer._version != version:
                 self._changed.append((owner, name))
 
     @contextmanager
@@ -150,6 +157,12 @@ class BufferGuard:
                 owner._buffers[name] = buffer
 
 
+_NO_CHAIN = (
+    "strategy.checkpoint.granularity=segments: needs blocks that hand their first argument on, but these {}; "
+    "use granularity=blocks"
+)
+
+
 def _segment(
     group: list[nn.Module], phases: Phases
 ) -> list[tuple[nn.Module, Callable[[Forward], Forward]]]:
@@ -161,9 +174,15 @@ def _segment(
     forwards = [module.forward for module in group]
 
     def whole(first: Forward) -> Forward:
-        def chain(state: Any, *args: Any, **kwargs: Any) -> Any:
+        def chain(*args: Any, **kwargs: Any) -> Any:
+            if not args:
+                raise NotEquivalent(_NO_CHAIN.format("are called with keyword arguments alone"))
+            state = args[0]
             for forward in [first, *forwards[1:]]:
-                state = forward(state, *args, **kwargs)
+                state = forward(state, *args[1:], **kwargs)
+                if type(state) is not type(args[0]):
+                    given, got = type(args[0]).__name__, type(state).__name__
+                    raise NotEquivalent(_NO_CHAIN.format(f"are given a {given} and return a {got}"))
             return state
 
         return recomputed(chain, group, phases, None)
@@ -175,6 +194,42 @@ def _segment(
 
 
 def _selective(kept: frozenset[Any]) -> ContextPair:
+    first, again = _selective_of_torch(kept)
+    draws = frozenset(op for op in kept if torch.Tag.nondeterministic_seeded in op.tags)
+    states: deque[list[torch.Tensor]] = deque()
+    return _all(first, _Recording(draws, states)), _all(again, _Restoring(draws, states))
+
+
+class _Recording(TorchDispatchMode):
+    """Notes the random state after each kept operator that draws random numbers, such as attention with dropout.
+
+    Recomputation does not run what was kept, so that later draws would begin where it had begun: other dropout masks.
+    """
+
+    def __init__(self, draws: frozenset[Any], states: deque[list[torch.Tensor]]) -> None:
+        super().__init__()
+        self.draws, self.states = draws, states
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in self.draws:
+            self.after_draw((out[0] if isinstance(out, (tuple, list)) else out).device)
+        return out
+
+    def after_draw(self, device: torch.device) -> None:
+        on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+        self.states.append([torch.get_rng_state(), *on_device])
+
+
+class _Restoring(_Recording):
+    def after_draw(self, device: torch.device) -> None:
+        on_host, *on_device = self.states.popleft()
+        torch.set_rng_state(on_host)
+        for state in on_device:
+            torch.cuda.set_rng_state(state, device)
+
+
+def _selective_of_torch(kept: frozenset[Any]) -> ContextPair:
     # The policy keeps no state: torch asks it in both runs, and an answer that depended on earlier calls would differ.
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
