@@ -1,10 +1,12 @@
 """Does a strategy compute what the baseline computes? Checked before anything is measured.
 
-Both start from the same seed and see the same batches. Compared: loss, outputs, every parameter's gradient, the gradients
-at the block inputs, buffers, the random state after the step, and the number of optimizer and scheduler steps.
+Both start from the same seed and see the same batches. Compared: loss, outputs, every parameter's gradient, the
+gradients at the block inputs, buffers, the random state after the step, and the numbers of optimizer and scheduler
+steps.
 
-The relative error of a tensor is ||a - b|| / max(||b||, FLOOR * ||all tensors of its kind||): tensors whose true value is
-zero (the gradient of an attention's key bias, say) hold rounding noise only and must not decide.
+The relative error of a tensor is ||a - b|| / max(||b||, FLOOR * ||all tensors of its kind||): tensors whose true value
+is zero (the gradient of an attention's key bias, say) hold rounding noise only and must not decide. Infinities and NaNs
+(a mask's -inf, an overflow before the scaler has settled) must be the same in both and are left out of the norms.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from sweep.outcomes import is_out_of_memory
+from sweep.outcomes import NotFinite, is_out_of_memory
 from sweep.results import MIB, Verification
 from sweep.schema import Config, Dtype, Granularity, StrategyConf, WorkloadConf
 from sweep.step import Phases, run_step
@@ -50,7 +52,7 @@ class Record:
     rng: list[Tensor] = field(default_factory=list)
     updates: int = 0
     scheduler_steps: int = 0
-    batch_dependent: list[str] = field(default_factory=list)  # modules whose result depends on the batch's other samples
+    batch_dependent: list[str] = field(default_factory=list)  # modules that compute from the whole batch
 
 
 def verify(
@@ -110,7 +112,7 @@ def _compare(config: Config, device: torch.device, data: DataSource, *, reduced:
 
 
 def _reduce(workload: WorkloadConf, strategy: StrategyConf) -> tuple[WorkloadConf, StrategyConf, int]:
-    """The same model with few blocks, and four samples in as many micro-batches as the strategy would make, at most 4."""
+    """Few blocks of the same model, four samples in as many micro-batches as the strategy would make, at most 4."""
     workload, strategy = copy.deepcopy(workload), copy.deepcopy(strategy)
     samples = min(4, workload.global_batch_size)
     if strategy.micro_batch_size is not None:
@@ -156,6 +158,8 @@ def _run(
                 around_forward=strategy_in_force.around_forward,
             )
             record.loss.append(result.loss.item())
+            if not math.isfinite(record.loss[-1]) and strategy is not watched:
+                raise NotFinite(f"the baseline's loss is {record.loss[-1]} in step {step + 1} of the verification")
     assert watching is not None
     record.outputs, record.block_inputs = watching.outputs(), watching.block_inputs()
     record.grads = {n: _host(p.grad) for n, p in workload.model.named_parameters() if p.grad is not None}
@@ -234,14 +238,16 @@ def _largest_error(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> tu
     """The largest relative error and where it is. Infinite where a tensor is missing, misshapen or not a number."""
     if expected.keys() != actual.keys():
         return math.inf, ", ".join(sorted(expected.keys() ^ actual.keys())[:3])
-    norms = {n: _norm(t) for n, t in expected.items()}
+    norms = {n: _norm(_finite(t)) for n, t in expected.items()}
     floor = FLOOR * math.sqrt(sum(v * v for v in norms.values()))
     largest, where = 0.0, ""
     for name, reference in expected.items():
         other = actual[name]
         if other.shape != reference.shape:
             return math.inf, name
-        difference = 0.0 if torch.equal(other, reference) else _norm(other.double() - reference.double())
+        if not _same_specials(other, reference):
+            return math.inf, name
+        difference = 0.0 if torch.equal(other, reference) else _norm(_finite(other) - _finite(reference))
         error = difference / max(norms[name], floor) if difference else 0.0
         if not math.isfinite(error):
             return math.inf, name
@@ -251,7 +257,21 @@ def _largest_error(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> tu
 
 
 def _norm(tensor: Tensor) -> float:
-    return tensor.double().norm().item()
+    return tensor.norm().item()
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    """In double precision, with zeros for infinities and NaNs: a causal mask's -inf must not hide every other error."""
+    wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return torch.where(wide.isfinite(), wide, 0.0)
+
+
+def _same_specials(a: Tensor, b: Tensor) -> bool:
+    """Whether infinities and NaNs are the same ones in the same places."""
+    special = ~a.isfinite()
+    if not torch.equal(special, ~b.isfinite()):
+        return False
+    return not special.any() or torch.allclose(a[special], b[special], equal_nan=True)
 
 
 def _host(tensor: Tensor) -> Tensor:
@@ -283,7 +303,7 @@ class _Watch:
                 if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.dim():
                     slot = len(self._inputs[name])
                     self._inputs[name].append(None)
-                    tensor.register_hook(lambda grad: self._fill(name, slot, grad))
+                    tensor.register_hook(lambda grad, slot=slot: self._fill(name, slot, grad))
                     return
 
         return hook
@@ -329,7 +349,7 @@ _BATCH_DEPENDENT = (nn.modules.batchnorm._BatchNorm,)
 
 
 class NoDropout(TorchFunctionMode):
-    """Dropout has no effect inside, whichever module or function asks for it; everything else stays in training mode."""
+    """Dropout has no effect inside, whichever module or function asks for it; all else stays in training mode."""
 
     _FUNCTIONAL = frozenset(
         {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
@@ -340,6 +360,14 @@ class NoDropout(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.backward:
+            # A mode is off while it handles a call, but checkpointed blocks are computed again in backward, and without
+            # dropout as well. The engine is called itself: all functions in front of it come back to this handler.
+            loss = args[0]
+            with self:
+                return torch.autograd.Variable._execution_engine.run_backward(
+                    (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+                )
         if func in self._FUNCTIONAL or func in self._PRIMITIVE:
             return kwargs["input"] if "input" in kwargs else args[0]
         if func is F.scaled_dot_product_attention:
