@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +30,18 @@ def copier_for(device: torch.device, *, pin: bool) -> Copier:
     return CudaCopier(device, pin) if device.type == "cuda" else PlainCopier(device)
 
 
+def host_buffer(size: Sequence[int], dtype: torch.dtype, *, pin: bool) -> Tensor:
+    """An uninitialised host tensor, page-locked if `pin`.
+
+    Raises MemoryError where the host has no more: CUDA words a failure to lock pages like a GPU that is full.
+    """
+    try:
+        return torch.empty(size, dtype=dtype, device="cpu", pin_memory=pin)
+    except RuntimeError as error:
+        kind = "page-locked host memory" if pin else "host memory"
+        raise MemoryError(f"no more {kind} for {tuple(size)} of {dtype}: {str(error).splitlines()[0]}") from error
+
+
 class PlainCopier:
     """The emulated device of a CPU: real copies, at once."""
 
@@ -36,7 +49,7 @@ class PlainCopier:
         self.device = device
 
     def to_host(self, flat: Tensor) -> Tensor:
-        return torch.empty(flat.shape, dtype=flat.dtype).copy_(flat)
+        return host_buffer(flat.shape, flat.dtype, pin=False).copy_(flat)
 
     def from_host(self, handle: Tensor) -> Tensor:
         return torch.empty(handle.shape, dtype=handle.dtype, device=self.device).copy_(handle)
@@ -80,7 +93,7 @@ class CudaCopier:
         nbytes = flat.numel() * flat.element_size()
         free = self._pool[nbytes]
         # Reuse is safe without waiting: the buffer's last read was on the same side stream, before this write.
-        buffer = free.pop() if free else torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.pin)
+        buffer = free.pop() if free else host_buffer((nbytes,), torch.uint8, pin=self.pin)
         copy = PinnedCopy(self, buffer, flat.dtype, nbytes)
         self._side.wait_stream(compute)
         with torch.cuda.stream(self._side):
@@ -92,8 +105,8 @@ class CudaCopier:
         return copy
 
     def _land(self, compute: torch.cuda.Stream) -> None:
-        # The source was allocated on the compute stream and returns to its pool here, so that stream has to wait for the
-        # copy before anything can be written over it.
+        # The source was allocated on the compute stream and returns to its pool here, so that stream has to wait for
+        # the copy before anything can be written over it.
         written, _source = self._flying.popleft()
         compute.wait_event(written)
 

@@ -3,10 +3,10 @@
 Built on saved-tensor hooks around the whole forward, outside of any checkpointing. What differs from torch's own
 `save_on_cpu`, and why:
 
-- Parameters and buffers never leave, tied ones and views of them included. A Linear's weight reaches the hook as a plain
-  view, so they are known by their storage, not by their type.
-- A saved tensor is moved as a range of its storage. Strides, offsets and aliases come back exactly, expanded tensors are
-  not materialised, and views of one storage are moved once.
+- Parameters and buffers never leave, tied ones and views of them included. A Linear's weight reaches the hook as a
+  plain view, so they are known by their storage, not by their type.
+- A saved tensor is moved as a range of its storage. Strides, offsets and aliases come back exactly, expanded tensors
+  are not materialised, and views of one storage are moved once.
 - Saved-tensor hooks switch off autograd's own check for tensors that were changed in place after they were saved, so it
   is done here, for those that stay as well.
 """
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from sweep.errors import BadInput
 from sweep.memory.ledger import host_memory
@@ -66,7 +67,7 @@ def check(conf: OffloadConf, blocks: list[Block]) -> None:
 
 
 def chosen_blocks(conf: OffloadConf, count: int) -> set[int]:
-    """Indices of the blocks whose saved tensors may leave: "first:N", "every:K" or "0,3,5", less the last `keep_last`."""
+    """Indices of the blocks that may be offloaded: "first:N", "every:K" or "0,3,5", less the last `keep_last`."""
     before = count - conf.keep_last
     if conf.placement is not Placement.blocks:
         return set(range(before))
@@ -79,7 +80,9 @@ def chosen_blocks(conf: OffloadConf, count: int) -> set[int]:
         else:
             picked = {int(part) for part in spec.strip("[]").split(",")}
     except ValueError:
-        raise BadInput("strategy.offload.blocks", spec, "is no choice of blocks", "give first:N, every:K or 0,3,5") from None
+        raise BadInput(
+            "strategy.offload.blocks", spec, "is no choice of blocks", "give first:N, every:K or 0,3,5"
+        ) from None
     if max(picked) >= count or min(picked) < 0:
         raise BadInput("strategy.offload.blocks", spec, f"the model has blocks 0 to {count - 1}", "choose among these")
     return {i for i in picked if i < before}
@@ -139,7 +142,7 @@ class Offload:
                 self._inside.append(index)
                 self._tail = self._tail or (bool(self.conf.keep_last) and index >= self._first_kept)
                 if self.conf.placement is Placement.inputs:
-                    given = [t for t in [*args, *kwargs.values()] if isinstance(t, Tensor)]
+                    given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
                     self._block_inputs = {t.untyped_storage()._cdata for t in given}
                 try:
                     return forward(*args, **kwargs)
@@ -154,8 +157,10 @@ class Offload:
         """Whether a tensor that is being saved goes to the host."""
         if tensor.layout is not torch.strided or tensor.numel() == 0 or self._tail:
             return False
+        if tensor.is_conj() or tensor.is_neg():
+            return False  # its storage holds other values than it shows, and other views would get a copy of these
         storage = tensor.untyped_storage()._cdata
-        if storage in self._resident or tensor.numel() * tensor.element_size() < self.conf.min_tensor_kib * 1024:
+        if storage in self._resident or held_bytes(tensor) < self.conf.min_tensor_kib * 1024:
             return False
         if tensor.device.type != self._copier.device.type:
             return False  # a host tensor (a scalar, an index) that the graph needs: it is there already
@@ -189,11 +194,13 @@ class Offload:
             copies = self._packed[key] = []
             # Addresses recur once a storage is gone: forget the key with the storage, or another would get its copy.
             weakref.finalize(storage, self._packed.pop, key, None).atexit = False
-        for copy in copies:
-            if copy.start <= start and stop <= copy.stop and copy.version == tensor._version:
-                return copy
         itemsize, whole = tensor.element_size(), storage.nbytes()
-        if tensor.numel() * itemsize * 4 >= whole and whole % itemsize == 0:
+        for copy in copies:
+            # Views of another dtype may begin between this one's elements, counted from the copy's start.
+            fits = copy.start <= start and stop <= copy.stop and not (start - copy.start) % itemsize
+            if fits and copy.version == tensor._version and not (copy.stop - copy.start) % itemsize:
+                return copy
+        if held_bytes(tensor) * 4 >= whole and whole % itemsize == 0:
             start, stop = 0, whole  # most of the storage: other views of it will find it here
         flat = torch.as_strided(tensor.detach(), ((stop - start) // itemsize,), (1,), start // itemsize)
         with host_memory():
@@ -264,7 +271,7 @@ class View(_Versioned):
         # The watcher shares the version counter but not the storage, which may now go.
         watcher = tensor.detach()
         watcher.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        offset = tensor.storage_offset() * tensor.element_size() - copy.start
+        offset = int(tensor.storage_offset()) * tensor.element_size() - copy.start
         view = cls(copy, watcher, tensor.size(), tensor.stride(), offset, tensor.dtype)
         view._watch(tensor)
         return view
@@ -277,8 +284,14 @@ class View(_Versioned):
         return flat.as_strided(self.size, self.stride, self.offset_bytes // flat.element_size())
 
 
+def held_bytes(tensor: Tensor) -> int:
+    """Bytes of different elements: those of an expanded tensor count once."""
+    start, stop = span_bytes(tensor)
+    return min(tensor.numel() * tensor.element_size(), stop - start)
+
+
 def span_bytes(tensor: Tensor) -> tuple[int, int]:
     """First and last-plus-one byte of the tensor within its storage. `tensor` has at least one element."""
-    first = tensor.storage_offset()
-    last = first + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
+    first = int(tensor.storage_offset())
+    last = first + int(sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True)))
     return first * tensor.element_size(), (last + 1) * tensor.element_size()

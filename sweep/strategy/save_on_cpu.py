@@ -15,6 +15,7 @@ from torch import Tensor
 from sweep.memory.ledger import host_memory
 from sweep.results import Phase
 from sweep.step import Phases
+from sweep.strategy.copier import host_buffer
 from sweep.strategy.offload import Moved
 
 
@@ -35,7 +36,7 @@ class SaveOnCpu:
 
     def _pack(self, tensor: Tensor) -> Tensor:
         with torch.no_grad(), self._phases(Phase.transfer), host_memory():
-            host = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=self._pin)
+            host = host_buffer(tensor.size(), tensor.dtype, pin=self._pin)
             host.copy_(tensor.detach())
         self.moved.to_host_bytes += host.numel() * host.element_size()
         return host
