@@ -1,4 +1,4 @@
-"""Which outcome an exception is. Out of memory appears in many guises, and host memory running out looks like a GPU's."""
+"""Which outcome an exception is. Out of memory has many guises, and host memory running out looks like a GPU's."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from sweep.results import Outcome
 _DEVICE_MESSAGES = (
     "cuda out of memory",
     "cuda error: out of memory",
+    "cuda driver error: out of memory",
     "cublas_status_alloc_failed",
     "cudnn_status_alloc_failed",
     "cuda_error_out_of_memory",
@@ -20,12 +21,13 @@ _HOST_MESSAGES = (
     "defaultcpuallocator",
     "can't allocate memory",
     "cannot allocate memory",
-    "pin_memory",
+    "std::bad_alloc",
     "cudahostalloc",
     "cudahostregister",
-    "pinned memory",
     "cachinghostallocator",
 )
+#: Say that page-locked host memory was asked for; out of memory together with "out of memory" only.
+_PINNED_WORDS = ("pin_memory", "pin memory", "pinned")
 
 
 class NotFinite(Exception):
@@ -46,7 +48,8 @@ def outcome_of(error: BaseException) -> Outcome:
     if isinstance(error, DeviceOutOfMemory):
         return Outcome.oom_device
     # Before the device: failing to pin host memory is reported as a CUDA out-of-memory error, too.
-    if isinstance(error, MemoryError) or any(m in text for m in _HOST_MESSAGES):
+    pinned = "out of memory" in text and any(m in text for m in _PINNED_WORDS)
+    if isinstance(error, MemoryError) or pinned or any(m in text for m in _HOST_MESSAGES):
         return Outcome.oom_host
     if isinstance(error, torch.OutOfMemoryError) or any(m in text for m in _DEVICE_MESSAGES):
         return Outcome.oom_device
