@@ -1,4 +1,4 @@
-"""From a workload's config to its parts. Anything with an nn.Module, a loss and batches can be one, through `_target_`."""
+"""From a workload's config to its parts. Anything with an nn.Module, a loss and batches can be one (`_target_`)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Workload:
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler | None
     scaler: torch.amp.GradScaler | None
-    #: Device that autocast names; prediction runs CUDA's autocast rules on fake CPU tensors and so differs from `device`.
+    #: Device that autocast names; differs from `device` in prediction: CUDA's autocast rules on fake CPU tensors.
     autocast_device: str = field(default="")
 
     @property
@@ -90,7 +90,7 @@ AUTOCAST_DTYPE = {Dtype.amp_bf16: torch.bfloat16, Dtype.amp_fp16: torch.float16}
 
 
 def build_workload(conf: WorkloadConf, device: torch.device, data: DataSource | None = None) -> Workload:
-    """Model (seeded), blocks, data, loss, optimizer and scheduler on `device`. `data` may be shared between workloads."""
+    """Model (seeded), blocks, data, loss, optimizer and scheduler on `device`. Workloads may share `data`."""
     data = data if data is not None else build_data(conf)
     model = build_model(conf, device)
     optimizer = build_optimizer(conf, model)
@@ -151,7 +151,8 @@ def build_optimizer(conf: WorkloadConf, model: nn.Module) -> torch.optim.Optimiz
     try:
         cls = get_class(path)
     except Exception as error:
-        raise BadInput("workload.optimizer.target", path, _first_line(error), "give the import path of a class") from error
+        todo = "give the import path of a class"
+        raise BadInput("workload.optimizer.target", path, _first_line(error), todo) from error
     accepted = inspect.signature(cls).parameters
     kwargs: dict[str, Any] = {"lr": o.lr}
     # A weight decay of zero is passed on too: torch's AdamW has another default.
@@ -220,7 +221,9 @@ def _runs(children: list[tuple[str, nn.Module]]) -> Iterator[list[tuple[str, nn.
         if run and type(module) is not type(run[-1][1]):
             yield run
             run = []
-        if next(module.parameters(), None) is not None:
+        # A list of modules has no forward that one could replace; its own children are looked at in their turn.
+        is_list = type(module) in (nn.ModuleList, nn.ModuleDict)
+        if not is_list and next(module.parameters(), None) is not None:
             run.append((name, module))
     if run:
         yield run
@@ -249,7 +252,8 @@ def _instantiate(key: str, node: dict[str, Any]) -> Any:
             if isinstance(cause, ModuleNotFoundError) or "Error locating target" in str(error):
                 raise BadInput(f"{key}._target_", target, _locating(error), "check the import path") from error
             cause = cause.__cause__
-        raise BadInput(key, target, f"cannot be built: {_first_line(error.__cause__ or error)}", "check its arguments") from error
+        wrong = f"cannot be built: {_first_line(error.__cause__ or error)}"
+        raise BadInput(key, target, wrong, "check its arguments") from error
 
 
 def _locating(error: BaseException) -> str:
