@@ -142,7 +142,8 @@ def main(folder: Path) -> int:
             progress=lambda done, total, what: say(progress=[done, total, what]),
         )
     except BadInput as error:
-        say(bad_input=[error.key, str(error.value), error.wrong, error.todo])
+        value = error.value if isinstance(error.value, (str, int, float, type(None))) else str(error.value)
+        say(bad_input=[error.key, value, error.wrong, error.todo])
         return 2
     save(result, folder)
     return 0
