@@ -144,15 +144,25 @@ class Ledger(TorchDispatchMode):
     def host_peak_bytes(self) -> int:
         return self.log.host_peak
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward phase runs, recomputation included."""
+        return self._in_backward
+
     def reset_peak(self) -> None:
         """Peaks (of phases and of the host, too) start again from what is in use now."""
         self.log.reset_peak()
 
     # -- allocations that no operator shows -----------------------------------------------------------------------------
 
-    def allocate(self, nbytes: int, operator: str, category: Category = Category.temporary) -> int:
+    def allocate(
+        self, nbytes: int, operator: str, category: Category = Category.temporary, module: str | None = None
+    ) -> int:
         """Count `nbytes` that no tensor stands for, such as a library's workspace. Returns the id for `free`."""
-        return self._record(round_up(nbytes), category, operator)
+        id = self._record(round_up(nbytes), category, operator)
+        if module is not None:
+            self.log.module[id], self.log.node[id], self.log.forward[id] = module, NO_NODE, False
+        return id
 
     def free(self, id: int) -> None:
         self.log.end(id)

@@ -1,15 +1,19 @@
-"""Which operators bring new memory, read from their schemas."""
+"""What operators do to memory, read from their schemas."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
+import torch
+
 
 class Effect(Enum):
-    none = auto()  # returns views, mutated arguments or no tensor
+    none = auto()  # returns no tensor and writes to none
+    view = auto()  # returns views, or changes nothing but shape and strides
+    mutates = auto()  # writes to arguments and returns them or nothing
     one_new = auto()  # one new tensor
     new = auto()  # new tensors, perhaps beside others
     resizes = auto()  # may change the storage of an argument
@@ -22,10 +26,19 @@ class Op:
     effect: Effect
     fresh: frozenset[int] | None = None  # positions of the new results; None: all
     workspace: Callable[[Any, Any, Any], Iterable[int]] | None = None
+    written: tuple[int, ...] = ()  # positions of the arguments that are written to
+    returned: tuple[int, ...] | None = None  # positions of the arguments that are returned
+    names: tuple[str, ...] = field(default=())  # of the arguments
+    known: bool = False  # a factory whose values follow from its arguments
 
 
 #: Their schemas promise a new tensor, but the result shares the argument's storage.
-_VIEWS = {"aten::_unsafe_view", "aten::_reshape_alias_copy", "aten::lift"}
+_VIEWS = {"aten::_unsafe_view", "aten::lift"}
+#: Factories whose values follow from their arguments.
+_KNOWN_VALUES = {
+    f"aten::{name}" for name in "arange zeros ones full linspace scalar_tensor eye tril_indices triu_indices".split()
+}
+_RESIZING = ("aten::resize", "aten::set_", "aten::_resize_output")
 
 
 def describe(func: Any, workspace: Callable[[Any, Any, Any], Iterable[int]] | None = None) -> Op:
@@ -34,18 +47,26 @@ def describe(func: Any, workspace: Callable[[Any, Any, Any], Iterable[int]] | No
     if schema is None:
         return Op(getattr(func, "__name__", str(func)), Effect.new, None, workspace)
     name = schema.name.replace("::", ".")
-    returns = schema.returns
+    arguments, returns = schema.arguments, schema.returns
+    names = tuple(a.name for a in arguments)
+    written = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
+    fresh = frozenset(i for i, r in enumerate(returns) if r.alias_info is None and "Tensor" in str(r.type))
+    all_fresh = None if len(returns) == 1 or len(fresh) == len(returns) else fresh
+
     if schema.name == "aten::lift_fresh":
         return Op(name, Effect.python_data, None, workspace)
-    if schema.name in _VIEWS or not returns:
-        return Op(name, Effect.none, None, workspace)
-    if schema.name.startswith(("aten::resize", "aten::set_", "aten::_resize_output")) or any(
-        a.is_out for a in schema.arguments
-    ):
-        return Op(name, Effect.resizes, None, workspace)
-    fresh = frozenset(i for i, r in enumerate(returns) if r.alias_info is None and "Tensor" in str(r.type))
-    if not fresh:
-        return Op(name, Effect.none, None, workspace)
-    if len(returns) == 1 and str(returns[0].type) == "Tensor":
-        return Op(name, Effect.one_new, None, workspace)
-    return Op(name, Effect.new, None if len(returns) == 1 or len(fresh) == len(returns) else fresh, workspace)
+    if schema.name.startswith(_RESIZING) or any(a.is_out for a in arguments):
+        return Op(name, Effect.resizes, None, workspace, written)
+    if fresh and schema.name not in _VIEWS:
+        one = len(returns) == 1 and str(returns[0].type) == "Tensor"
+        return Op(name, Effect.one_new if one else Effect.new, all_fresh, workspace, written, None, names, schema.name in _KNOWN_VALUES)
+    if torch.Tag.inplace_view in getattr(func, "tags", ()):
+        return Op(name, Effect.view, None, workspace)
+    if written:
+        sets = {i: arguments[i].alias_info.before_set for i in written}
+        aliases = [r.alias_info.before_set for r in returns if r.alias_info is not None]
+        returned = tuple(next(i for i in written if sets[i] == alias) for alias in aliases)
+        return Op(name, Effect.mutates, None, workspace, written, returned or None, names)
+    if returns and all(r.alias_info is not None for r in returns) or schema.name in _VIEWS:
+        return Op(name, Effect.view, None, workspace)
+    return Op(name, Effect.none, None, workspace)
