@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.utils.flop_counter import flop_registry
 
 from sweep.errors import CannotPredict
 from sweep.memory.ledger import Ledger, Workspace, _host
@@ -42,6 +43,7 @@ REAL_INTEGERS, REAL_FLOATS = 65536, 256
 #: Operators that give a value to Python.
 READS = {"aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::is_nonzero", "aten::allclose"}
 
+_FLOPS = object()
 _storage_of = torch._C._construct_storage_from_data_pointer
 _no_data = torch._C._set_throw_on_mutable_data_ptr
 
@@ -94,6 +96,7 @@ class HollowLedger(Ledger):
     ) -> None:
         super().__init__(capacity_bytes, "cpu", workspaces, count_python_data)
         self._known: dict[Any, Any] = known if known is not None else {}  # may be shared between ledgers
+        self.flops: dict[str, float] = {}  # by phase, of matrix products, convolutions and attention
         self._real: dict[int, weakref.ref[Any]] = {}  # storages of the tensors that have values
         self._fake = FakeTensorMode()
 
@@ -121,6 +124,11 @@ class HollowLedger(Ledger):
                 form = self._known[key] = self._ask(op, func, args, kwargs or {})
             if op.known and _small(form.shape, form.dtype):
                 return self._computed(op, func, args, kwargs)
+            if op.flops is not None:
+                count = self._known.get((_FLOPS, key))
+                if count is None:
+                    count = self._known[_FLOPS, key] = _flops(op, args, kwargs or {}, form)
+                self.flops[self._phase] = self.flops.get(self._phase, 0.0) + count
             if op.workspace is not None:
                 return self._made_with_workspace(op, args, kwargs or {}, form)
             if effect is Effect.one_new:
@@ -130,6 +138,8 @@ class HollowLedger(Ledger):
 
     def _describe(self, func: Any) -> Op:
         op = describe(func, self._workspaces.get(func))
+        counter = flop_registry.get(getattr(func, "overloadpacket", None))
+        op = op if counter is None else replace(op, flops=counter)
         schema = getattr(func, "_schema", None)
         if schema is None or schema.name.split("::")[0] not in KNOWN_NAMESPACES:
             raise CannotPredict(f"{op.name} is a custom operator, whose memory is unknown{self._where()}")
@@ -346,6 +356,20 @@ def _form(item: Any, seen: dict[int, int], made: list[None]) -> Any:
     if isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         raise _DependsOnValues
     return item
+
+
+def _flops(op: Op, args: Any, kwargs: Any, form: Any) -> float:
+    """FLOPs of one call, by torch's own formulas (torch.utils.flop_counter)."""
+    assert op.flops is not None
+    return float(op.flops(*args, **kwargs, out_val=_shapes(form)))
+
+
+def _shapes(form: Any) -> Any:
+    if isinstance(form, _Result):
+        return torch.empty(form.shape, device="meta")
+    if isinstance(form, (list, tuple)):
+        return type(form)(_shapes(item) for item in form)
+    return form
 
 
 def _results(form: Any) -> Iterator[_Result]:

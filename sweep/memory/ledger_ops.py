@@ -29,6 +29,7 @@ class Op:
     written: tuple[int, ...] = ()  # positions of the arguments that are written to
     returned: tuple[int, ...] | None = None  # positions of the arguments that are returned
     names: tuple[str, ...] = field(default=())  # of the arguments
+    flops: Callable[..., int] | None = None  # formula, where it is counted
     known: bool = False  # a factory whose values follow from its arguments
 
 
@@ -59,7 +60,7 @@ def describe(func: Any, workspace: Callable[[Any, Any, Any], Iterable[int]] | No
         return Op(name, Effect.resizes, None, workspace, written)
     if fresh and schema.name not in _VIEWS:
         one = len(returns) == 1 and str(returns[0].type) == "Tensor"
-        return Op(name, Effect.one_new if one else Effect.new, all_fresh, workspace, written, None, names, schema.name in _KNOWN_VALUES)
+        return Op(name, Effect.one_new if one else Effect.new, all_fresh, workspace, written, None, names, known=schema.name in _KNOWN_VALUES)
     if torch.Tag.inplace_view in getattr(func, "tags", ()):
         return Op(name, Effect.view, None, workspace)
     if written:

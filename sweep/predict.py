@@ -1,0 +1,315 @@
+"""What a training step would take on a device, without running it.
+
+The workload is built from hollow tensors (sweep.memory.hollow) and two optimizer steps of the real step and strategy code
+run on them, on the CPU, with CUDA's behaviour emulated where it differs (sweep.memory.emulate). The ledger's events are
+then replayed through CUDA's caching allocator, with the device's capacity. The first step creates the optimizer's state;
+the second is what every later one looks like and is what is reported, as a measurement does after its warm-up.
+
+Accumulation is cut to two micro-steps: from the second one on, each finds the gradients of the earlier ones in memory.
+FLOPs and bytes moved are scaled back to the whole window.
+
+Everything here is theoretical: `predicted` is the weakest evidence, and times are bytes over the link's bandwidth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sweep.errors import CannotPredict
+from sweep.memory.allocator import CachingAllocator, make_allocator
+from sweep.memory.blocks import DEFAULT_OPTIONS, AllocatorOptions
+from sweep.memory.device import allocator_capacity, cublas_workspace_mib, resolve_device
+from sweep.memory.emulate import NAMES, CublasWorkspaces, cuda_workspaces, emulated_cuda
+from sweep.memory.hollow import CPU, HollowLedger, hollow
+from sweep.results import MIB, Phase, Prediction
+from sweep.schema import Config, DeviceConf, WorkloadConf, plain
+from sweep.step import Phases, run_step
+from sweep.strategy import Applied, applied
+from sweep.strategy import offload as offload_strategy
+from sweep.strategy.copier import CudaCopier, PlainCopier
+from sweep.workload import Batch, DataSource, Loss, Workload, build_data, build_workload
+
+STEPS = 2
+MICRO_STEPS = 2
+#: Workloads whose models are kept for the next prediction; they hold no memory.
+KEPT_WORKLOADS = 4
+#: Operator results that are remembered over predictions; a large sweep has a few thousand.
+KEPT_RESULTS = 200_000
+
+_workloads: OrderedDict[str, Workload] = OrderedDict()
+_results: dict[Any, Any] = {}
+
+
+def predict(
+    config: Config,
+    data: DataSource | None = None,
+    *,
+    emulations: str = "auto",
+    allocator: AllocatorOptions = DEFAULT_OPTIONS,
+) -> Prediction:
+    """Predict the peak of one optimizer step of `config.workload` under `config.strategy` on `config.device`.
+
+    data: the workload's data source, where it has been built already; only the shapes of its batches matter.
+    emulations: "cuda" | "cpu" | "auto" (by the device). On "cpu" nothing is emulated and nothing replayed: the result is
+        what the ledger measures on a CPU, to the byte.
+    allocator: PYTORCH_CUDA_ALLOC_CONF of the run that is predicted.
+
+    Raises:
+        CannotPredict: the model reads values, has shapes that depend on values, is compiled, or uses custom operators or
+            sparse gradients; the message names the cause.
+        BadInput: the strategy does not fit the model.
+    """
+    started = time.perf_counter()
+    device = resolve_device(config.device)
+    on_cuda = device.type == "cuda" if emulations == "auto" else emulations == "cuda"
+    data = data if data is not None else build_data(config.workload)
+    run = _Run(config, device, on_cuda)
+    run.go(data)
+    prediction = _on_cuda(run, device, allocator) if on_cuda else _on_cpu(run, device)
+    prediction.seconds = time.perf_counter() - started
+    return prediction
+
+
+class _Run:
+    """The two steps, and what they left behind."""
+
+    def __init__(self, config: Config, device: DeviceConf, on_cuda: bool) -> None:
+        self.config, self.on_cuda = config, on_cuda
+        self.capability = _capability(device) if on_cuda else (0, 0)
+        if len(_results) > KEPT_RESULTS:
+            _results.clear()
+        cublas = CublasWorkspaces(round(cublas_workspace_mib(device) * MIB)) if on_cuda else None
+        self.ledger = HollowLedger(
+            workspaces=None if cublas is None else cuda_workspaces(cublas),
+            count_python_data=not on_cuda,
+            known=_results,
+        )
+        if cublas is not None:
+            cublas.ledger = self.ledger
+        self.mark = 0  # where in the ledger's log the last step begins
+        self.first_peak = 0  # bytes, of the first step
+        self.to_host = self.from_host = 0  # bytes, of the last step as it was run
+        self.flops: dict[str, float] = {}  # of the last step, by phase
+        self.scale = 1.0  # whole window over what was run
+
+    def go(self, data: DataSource) -> None:
+        conf, ledger, phases = self.config.workload, self.ledger, Phases()
+        workload = _hollow_workload(conf, data)
+        steps = [_hollow_batch(workload, step) for step in range(STEPS)]
+        with ExitStack() as stack:
+            if self.on_cuda:
+                stack.enter_context(emulated_cuda(self.capability))
+                stack.enter_context(_held_sources())
+            workload = _fresh_optimizer(workload)
+            strategy = stack.enter_context(
+                applied(
+                    self.config.strategy, workload.model, workload.blocks, conf.global_batch_size, phases, CPU
+                )
+            )
+            stack.callback(_drop_gradients, workload.model)
+            stack.enter_context(ledger)
+            stack.enter_context(phases.listening(ledger))
+            ledger.track(workload.model, workload.optimizer)
+            for batch, targets in steps:
+                self.first_peak = ledger.peak_bytes
+                self.mark = len(ledger.log.order)
+                ledger.reset_peak()
+                ledger.flops.clear()
+                strategy.moved.reset()
+                _step(workload, batch, targets, phases, strategy)
+            strategy.require_moved()
+        self.to_host, self.from_host = strategy.moved.to_host_bytes, strategy.moved.from_host_bytes
+        self.flops = dict(ledger.flops)
+        samples = min(conf.global_batch_size, strategy.micro_batch_size * MICRO_STEPS)
+        self.scale = conf.global_batch_size / samples
+
+
+def _step(workload: Workload, batch: Batch, targets: int, phases: Phases, strategy: Applied) -> None:
+    run_step(
+        dataclasses.replace(workload, loss=_KnownCount(workload.loss, targets)),
+        batch,
+        phases,
+        micro_batch_size=strategy.micro_batch_size,
+        around_forward=strategy.around_forward,
+        max_micro_steps=MICRO_STEPS,
+    )
+
+
+class _KnownCount:
+    """A loss whose number of targets was counted on the real batch, since the hollow one has no values."""
+
+    def __init__(self, loss: Loss, targets: int) -> None:
+        self._loss, self._targets = loss, targets
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        return self._loss(model, batch)
+
+    def count(self, batch: Batch) -> int:
+        return self._targets
+
+
+# -- the workload, without memory -----------------------------------------------------------------------------------------
+
+
+def _hollow_workload(conf: WorkloadConf, data: DataSource) -> Workload:
+    """The workload on hollow tensors. Its model is kept and used again: a step changes nothing in it."""
+    key = json.dumps(plain(dataclasses.replace(conf, global_batch_size=1)), sort_keys=True)
+    kept = _workloads.pop(key, None)
+    if kept is None:
+        with HollowLedger(known=_results):
+            kept = build_workload(conf, CPU, data)
+        _refuse_compiled(kept.model)
+    _workloads[key] = kept
+    while len(_workloads) > KEPT_WORKLOADS:
+        _workloads.popitem(last=False)
+    return dataclasses.replace(kept, conf=conf, data=data)
+
+
+def _fresh_optimizer(workload: Workload) -> Workload:
+    """The workload with optimizer, scheduler and scaler as they are before the first step."""
+    from sweep.workload import build_optimizer, build_scheduler
+
+    optimizer = build_optimizer(workload.conf, workload.model)
+    scaler = None if workload.scaler is None else torch.amp.GradScaler("cpu")
+    return dataclasses.replace(
+        workload, optimizer=optimizer, scheduler=build_scheduler(workload.conf, optimizer), scaler=scaler
+    )
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+        if compiled or isinstance(module, torch.jit.ScriptModule):
+            kind = "compiled" if compiled else "a TorchScript module"
+            raise CannotPredict(f"{name or 'the model'} is {kind}: its kernels and their memory are not known in advance")
+
+
+def _drop_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def _hollow_batch(workload: Workload, step: int) -> tuple[Batch, int]:
+    """A batch of the data's shapes with no memory, and the number of targets in the real one."""
+    real = workload.train_batch(step)
+    return {name: hollow(t.shape, t.dtype, t.stride()) for name, t in real.items()}, workload.loss.count(real)
+
+
+# -- CUDA -----------------------------------------------------------------------------------------------------------------
+
+
+def _capability(device: DeviceConf) -> tuple[int, int]:
+    if device.compute_capability is None:
+        raise CannotPredict(f"device {device.name}: its compute capability is not known; set device.compute_capability")
+    major, minor = str(device.compute_capability).split(".")
+    return int(major), int(minor)
+
+
+class _HoldingCopier(PlainCopier):
+    """Keeps the sources of the copies that are under way, as the side stream of CudaCopier does."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._flying: deque[Tensor] = deque(maxlen=CudaCopier.IN_FLIGHT)
+
+    def to_host(self, flat: Tensor) -> Tensor:
+        host = super().to_host(flat)
+        self._flying.append(flat)
+        return host
+
+    def finish_forward(self) -> None:
+        self._flying.clear()
+
+    release = finish_forward
+
+
+@contextmanager
+def _held_sources() -> Iterator[None]:
+    original = offload_strategy.copier_for
+    offload_strategy.copier_for = lambda device, pin: _HoldingCopier(device)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        offload_strategy.copier_for = original
+
+
+def _replayed(run: _Run, capacity: int | None, options: AllocatorOptions) -> CachingAllocator:
+    """The allocator after both steps, its peaks those of the last one. Stops at the first out-of-memory."""
+    allocator, log = make_allocator(capacity, options), run.ledger.log
+    for position, entry in enumerate(log.order):
+        if position == run.mark:
+            allocator.reset_peaks()
+        if entry < 0:
+            allocator.free(~entry)
+        elif not allocator.malloc(entry, log.bytes[entry]):
+            break
+    return allocator
+
+
+def _on_cuda(run: _Run, device: DeviceConf, options: AllocatorOptions) -> Prediction:
+    capacity = allocator_capacity(device)
+    allocator = _replayed(run, None, options)
+    fits = True
+    if capacity is not None:
+        bounded = _replayed(run, capacity, options)
+        fits = bounded.oom is None
+        allocator = bounded if fits else allocator
+    prediction = _prediction(run, device)
+    prediction.allocated_mib = allocator.allocated_peak / MIB
+    prediction.reserved_mib = allocator.reserved_peak / MIB
+    prediction.fragmentation_mib = allocator.fragmentation / MIB
+    prediction.fits = fits
+    prediction.headroom_mib = None if capacity is None else capacity / MIB - prediction.reserved_mib
+    prediction.context_mib = device.context_mib or 0.0
+    prediction.emulations = list(NAMES)
+    if device.link_bandwidth_gb_s is not None:
+        per_ms = device.link_bandwidth_gb_s * 1e9 / 1e3
+        prediction.transfer_one_way_ms = prediction.to_host_mib * MIB / per_ms
+        prediction.transfer_round_trip_ms = (prediction.to_host_mib + prediction.from_host_mib) * MIB / per_ms
+    return prediction
+
+
+# -- results --------------------------------------------------------------------------------------------------------------
+
+
+def _on_cpu(run: _Run, device: DeviceConf) -> Prediction:
+    """What the ledger measures: no allocator between it and the memory."""
+    prediction = _prediction(run, device)
+    highest = max(run.first_peak, run.ledger.peak_bytes) / MIB
+    if device.capacity_mib is not None:
+        prediction.headroom_mib = device.capacity_mib - highest
+        prediction.fits = prediction.headroom_mib >= 0
+    return prediction
+
+
+def _prediction(run: _Run, device: DeviceConf) -> Prediction:
+    peak = run.ledger.peak()
+    recomputed = run.flops.get(Phase.recompute.value, 0.0)
+    total = sum(run.flops.values())
+    return Prediction(
+        device=device.name,
+        allocated_mib=peak.mib,
+        reserved_mib=peak.mib,
+        fits=True,
+        headroom_mib=None,
+        capacity_mib=device.capacity_mib,
+        context_mib=0.0,
+        fragmentation_mib=0.0,
+        peak=peak,
+        to_host_mib=run.to_host * run.scale / MIB,
+        from_host_mib=run.from_host * run.scale / MIB,
+        recompute_flops_ratio=recomputed / (total - recomputed) if total > recomputed else 0.0,
+        flops_per_step=total * run.scale,
+        peak_phase=peak.phase,
+        peak_operator=peak.operator,
+        at_peak_mib=dict(peak.at_peak_mib),
+    )
