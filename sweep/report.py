@@ -63,17 +63,19 @@ def read_sweep(folder: Path) -> list[TrialResult]:
         raise BadInput(
             "folder", folder, "is no folder", "give the output folder of a sweep, such as multirun/<date>/<time>"
         )
-    results: list[tuple[tuple[Any, ...], TrialResult]] = []
-    for path in folder.rglob("result.json"):
+    results: dict[str, tuple[tuple[Any, ...], TrialResult]] = {}
+    for path in sorted(folder.rglob("result.json"), key=_natural):
         try:
             result = read_trial(path)
         except (ValueError, TypeError, AttributeError) as error:
             wrong = f"is no result of a trial ({type(error).__name__})"
             raise BadInput("folder", path, wrong, "move it away, or run that trial again") from error
-        results.append(((result.started_at, _natural(path)), result))
+        # A baseline that was measured early, for a candidate, lies in the folder of its own job as well.
+        same = result.mlflow_run_id or result.folder or str(path)
+        results.setdefault(same, ((result.started_at, _natural(path)), result))
     if not results:
         raise BadInput("folder", folder, "holds no result.json", "give the output folder of a sweep, or run one")
-    return [result for _, result in sorted(results, key=lambda item: item[0])]
+    return [result for _, result in sorted(results.values(), key=lambda item: item[0])]
 
 
 def _natural(path: Path) -> tuple[tuple[int, str], ...]:

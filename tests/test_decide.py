@@ -281,7 +281,10 @@ def test_over_memory_turns_the_knobs_of_its_own_strategy_first(
         ("micro_batch", {"micro_batch_size": 8}, "cpu", "no faster setting"),  # 16 would be the baseline
         ("checkpoint", {"micro_batch_size": 8}, "cpu", "strategy.micro_batch_size=16"),
         ("checkpoint", {"checkpoint__every_k": 2}, "cpu", "strategy.checkpoint.every_k=4"),
+        ("checkpoint", {"checkpoint__every_k": 4}, "cpu", "strategy.checkpoint.every_k=8"),  # of 8 blocks
         ("checkpoint", {"checkpoint__every_k": 8}, "cpu", "strategy.checkpoint.granularity=selective"),
+        ("offload", {"offload__keep_last": 3}, "cpu", "strategy.offload.keep_last=6"),
+        ("offload", {"offload__keep_last": 4}, "cpu", "strategy.offload.placement=inputs"),  # 8 would be all blocks
         ("checkpoint", {"checkpoint__granularity": "segments"}, "cpu", "strategy.checkpoint.granularity=selective"),
         ("checkpoint_selective", {"checkpoint__every_k": 8}, "cpu", "no faster setting"),
         ("offload", {"offload__pin_memory": False}, "measured", "strategy.offload.pin_memory=true"),
@@ -304,6 +307,13 @@ def test_a_floor_missed_inside_the_noise_asks_for_more_steps_not_for_another_set
     assert decision.reasons == ["below_throughput"]
     assert "measure.steps=10" in decision.next_action
     assert decision.verdict == "tune"
+
+
+def test_exactly_at_the_floor_or_the_gate_is_within() -> None:
+    result = trial("checkpoint", 150.0, 125.0, measure={"eval_loss": 3.21 * 1.25})
+    assert judged(result, min_throughput_ratio=0.8, max_eval_loss_ratio=1.25).throughput_ratio == 0.8
+    assert judged(result, min_throughput_ratio=0.8, max_eval_loss_ratio=1.25).verdict == "accept"
+    assert judged(result, min_samples_per_s=128.0, memory_mib=150.0, min_saving_mib=150.0).verdict == "accept"
 
 
 def test_too_large_and_too_slow_at_once_has_no_knob() -> None:

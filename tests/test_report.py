@@ -419,6 +419,7 @@ def stored(results: list[TrialResult], folder: Path) -> None:
 
 def test_a_report_made_again_has_the_same_verdicts(report: Report) -> None:
     results = [r for section in report.sections for r in section.results]
+    results = [dataclasses.replace(r, mlflow_run_id=f"run-{i}") for i, r in enumerate(results)]
     stored(results, report.folder)
     written = write_report(results, report.budget, report.capacity_mib, report.folder, command=report.command)
     first, text = json.loads(written.json_path.read_text()), written.markdown_path.read_text()
@@ -445,9 +446,15 @@ def test_the_capacity_that_a_trial_found_comes_first(tmp_path: Path) -> None:
     assert render(tmp_path).capacity_mib == 130.0
 
 
+def test_a_trial_that_lies_in_two_folders_is_read_once(tmp_path: Path) -> None:
+    stored(sweep_of_six(), tmp_path)
+    write_json(sweep_of_six()[0], tmp_path / "baseline" / "result.json")
+    assert [r.name for r in read_sweep(tmp_path)].count("baseline") == 1
+
+
 def test_trials_are_read_in_the_order_in_which_they_ran(tmp_path: Path) -> None:
     for i in (10, 9, 2):
-        write_json(trial("checkpoint", 150.0 + i, name=f"c{i}"), tmp_path / str(i) / "result.json")
+        write_json(trial("checkpoint", 150.0 + i, name=f"c{i}", mlflow_run_id=None), tmp_path / str(i) / "result.json")
     assert [r.name for r in read_sweep(tmp_path)] == ["c2", "c9", "c10"]
 
 
