@@ -10,6 +10,9 @@ from sweep.report_data import Report, Row, Section
 from sweep.results import Category, Evidence, Holder
 from sweep.words import count, error, mib, number, percent
 
+#: Half the distance between the quartiles over the median: from here on a step time is called noisy.
+NOISY = 0.25
+
 CATEGORY_WORDS = {
     Category.activation.value: "activations",
     Category.temporary.value: "temporaries",
@@ -49,6 +52,12 @@ def reading_lines(section: Section) -> list[str]:
         over = f"{count(ran.repeats, 'repeat')} of {count(ran.steps, 'step')}"
         lines.append(
             f"step: median over {over}, ± half the distance between its quartiles; speed: against the baseline."
+        )
+    noisy = [r.name for r in section.rows if r.step_ms and (r.step_half_spread_ms or 0.0) > NOISY * r.step_ms]
+    if noisy:
+        lines.append(
+            f"Noisy: the steps of {', '.join(noisy)} vary by more than a quarter, so differences in speed may be chance; "
+            "measure again on a quiet machine, or with more measure.steps."
         )
     verified = [r for r in section.rows if r.verified is not None]
     if verified:

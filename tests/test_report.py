@@ -275,6 +275,15 @@ def test_how_a_trial_was_verified_is_told(tmp_path: Path) -> None:
     assert "Compared with 4 of 24 blocks, batch 2: checkpoint." in text
 
 
+def test_a_step_time_that_varies_much_is_called_noisy(tmp_path: Path) -> None:
+    results = sweep_of_six()
+    assert "Noisy" not in printed(build(results, BudgetConf(), None, tmp_path))
+    results[2] = trial("checkpoint", 145.5, 152.3, measure={"spread": 0.3})
+    assert "Noisy: the steps of checkpoint vary by more than a quarter" in printed(
+        build(results, BudgetConf(), None, tmp_path)
+    )
+
+
 # ---- what fills the memory
 
 
