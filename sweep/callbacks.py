@@ -1,4 +1,4 @@
-"""Hydra's hooks around a multirun: everything is checked before anything runs, and the report comes at the end."""
+"""Hydra's hooks around a command: everything is checked before anything runs, and the report comes at the end."""
 
 from __future__ import annotations
 
@@ -16,37 +16,46 @@ from sweep.schema import typed
 
 
 class SweepCallback(Callback):
-    """Opens the session of a sweep and closes it. A single run opens its own (`sweep.session.run_job`)."""
+    """Opens the session of a command before its jobs and closes it after them."""
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        with not_swallowed():
+            _open(config, [_without_hydra(config)], Path(config.hydra.run.dir), sweep=False)
+
+    def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
+        _finish()
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         with not_swallowed():
-            self._open(config)
+            _open(config, _jobs(config), Path(config.hydra.sweep.dir), sweep=True)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        from sweep.session import Session
+        _finish()
 
-        if Session.current is not None:
-            with not_swallowed():
-                Session.current.finish()
 
-    def _open(self, config: DictConfig) -> None:
-        jobs = _jobs(config)
-        configs = [typed(job) for job in jobs] if jobs is not None else []
-        # torch comes in here, after whatever is wrong with the words of the command line has been found.
-        from sweep.memory.device import resolve_device
-        from sweep.session import Session
-        from sweep.trial import check_trial
+def _open(config: DictConfig, jobs: list[DictConfig] | None, folder: Path, *, sweep: bool) -> None:
+    configs = [typed(job) for job in jobs or []]
+    # torch comes in here, after whatever is wrong with the words of the command line has been found.
+    from sweep.memory.device import resolve_device
+    from sweep.session import Session
+    from sweep.trial import check_trial
 
-        checked: dict[str, Any] = {}
-        for job in configs:
-            job.device = resolve_device(job.device)
-            check_trial(job, checked)
-        folder = Path(config.hydra.sweep.dir).resolve()
-        first = configs[0] if configs else typed(_without_hydra(config))
-        session = Session.open(
-            folder, first, list(config.hydra.overrides.task), trials=len(configs) or None, sweep=True
-        )
-        session.checked = checked
+    checked: dict[str, Any] = {}
+    for job in configs:
+        job.device = resolve_device(job.device)
+        check_trial(job, checked)
+    first = configs[0] if configs else typed(_without_hydra(config))
+    overrides = list(config.hydra.overrides.task)
+    session = Session.open(folder.resolve(), first, overrides, trials=len(configs) or None, sweep=sweep)
+    session.checked = checked
+
+
+def _finish() -> None:
+    from sweep.session import Session
+
+    if Session.current is not None:
+        with not_swallowed():
+            Session.current.finish()
 
 
 def _jobs(config: DictConfig) -> list[DictConfig] | None:

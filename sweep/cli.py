@@ -82,6 +82,8 @@ def as_bad_input(error: BaseException) -> BadInput | None:
 
 def _from_hydra(error: BaseException) -> BadInput:
     """One line out of Hydra's and OmegaConf's own messages."""
+    from omegaconf.errors import OmegaConfBaseException
+
     text = "\n".join(str(e) for e in _chain(error))
     flat = " ".join(str(error).split())
 
@@ -96,8 +98,9 @@ def _from_hydra(error: BaseException) -> BadInput:
     if m := re.search(r"Could not append to config. An item is already at '([^']+)'", text):
         return BadInput(m.group(1), _value_on_command_line(m.group(1)), "exists already", "leave out the +")
     if key := _full_key(text):
-        wrong = str(_innermost(error)).strip().splitlines()[0].rstrip(".")
-        return BadInput(key, _value_on_command_line(key), wrong, "give a value of the right type; see sweep/schema.py")
+        outer = next((e for e in _chain(error) if isinstance(e, OmegaConfBaseException)), error)
+        wrong = str(outer).strip().splitlines()[0].rstrip(".")
+        return BadInput(key, _value_on_command_line(key), wrong, "give a value of that type; see --help")
     if m := re.search(r"LexerNoViableAltException: (.*)|mismatched input|no viable alternative|extraneous input", text):
         return BadInput("command line", " ".join(sys.argv[1:]), flat.split(" See ")[0], "quote the override, such as 'strategy=glob(*)'")
     return BadInput("command line", " ".join(sys.argv[1:]), flat[:300], "see --help")
@@ -110,10 +113,6 @@ def _chain(error: BaseException) -> list[BaseException]:
         chain.append(current)
         current = current.__cause__ or current.__context__
     return chain
-
-
-def _innermost(error: BaseException) -> BaseException:
-    return _chain(error)[-1]
 
 
 def _full_key(text: str) -> str | None:

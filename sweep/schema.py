@@ -7,6 +7,7 @@ What depends on several fields at once is checked by `check`; what depends on th
 from __future__ import annotations
 
 import dataclasses
+import typing
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Optional, Union
@@ -219,12 +220,25 @@ class Config:
 def typed(cfg: Union[DictConfig, dict[str, Any]]) -> Config:
     """The composed config as dataclasses, interpolations resolved, checked for what depends on several fields."""
     node = cfg if isinstance(cfg, DictConfig) else OmegaConf.create(cfg)
+    _refuse_unknown(node, Config, "")
     if OmegaConf.get_type(node) is not Config:
         node = OmegaConf.merge(OmegaConf.structured(Config), node)  # type: ignore[assignment]
     config = OmegaConf.to_object(node)
     assert isinstance(config, Config)
     check(config)
     return config
+
+
+def _refuse_unknown(node: DictConfig, cls: Any, prefix: str) -> None:
+    """Hydra's + adds keys that no one reads. Raise BadInput for them, as for any other unknown key."""
+    hints = typing.get_type_hints(cls)
+    for key in node:
+        if key not in hints:
+            if OmegaConf.is_missing(node, key):
+                continue
+            raise BadInput(f"{prefix}{key}", node._get_node(key), "there is no such key", "leave it out; see --help")
+        if dataclasses.is_dataclass(hints[key]) and not OmegaConf.is_missing(node, key) and node[key] is not None:
+            _refuse_unknown(node[key], hints[key], f"{prefix}{key}.")
 
 
 def plain(config: Any) -> Any:

@@ -189,20 +189,11 @@ class Session:
 
 
 def run_job(cfg: DictConfig) -> None:
-    """What Hydra calls for each job: one trial of a sweep, or a single run with its baseline."""
+    """What Hydra calls for each job: one trial, and before it the baseline where there is none yet."""
     hydra = HydraConfig.get()
-    config, overrides = typed(cfg), list(hydra.overrides.task)
-    output = Path(hydra.runtime.output_dir)
-    if str(hydra.mode).endswith("MULTIRUN"):
-        folder = Path(hydra.sweep.dir).resolve()
-        session = Session.current or Session.attach(folder, config)
-        session.run(config, output, overrides)
-        return
-    check_trial(replace(config, device=resolve_device(config.device)), checked := {})
-    session = Session.open(output, config, overrides, trials=1, sweep=False)
-    session.checked = checked
-    session.run(config, output, overrides)
-    session.finish()
+    config = typed(cfg)
+    session = Session.current or Session.attach(Path(hydra.sweep.dir).resolve(), config)
+    session.run(config, Path(hydra.runtime.output_dir), list(hydra.overrides.task))
 
 
 def trial_name(config: Config, overrides: Sequence[str]) -> str:

@@ -257,8 +257,10 @@ def _instantiate(key: str, node: dict[str, Any]) -> Any:
 
 
 def _locating(error: BaseException) -> str:
-    cause = error.__cause__
-    return f"cannot be imported ({_first_line(cause)})" if cause is not None else "cannot be imported"
+    """Why an import path does not work: the innermost cause, which names the missing module or attribute."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"cannot be imported: {_first_line(error)}"
 
 
 def _first_line(error: BaseException) -> str:
