@@ -194,17 +194,21 @@ def judge(
     expected: Record, actual: Record, tolerance: float, *, dropout: bool = True, steps: int = 1, scope: str = "full"
 ) -> Verification:
     """Compare two records of `steps` optimizer steps."""
-    grad, worst = _largest_error(expected.grads, actual.grads)
     loss = max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(actual.loss, expected.loss, strict=True))
-    errors = {
-        "loss": loss,
-        "outputs": _largest_error(expected.outputs, actual.outputs)[0],
-        "gradients": grad,
-        "gradients at the block inputs": _largest_error(expected.block_inputs, actual.block_inputs)[0],
-        "buffers": _largest_error(expected.buffers, actual.buffers)[0],
+    found = {
+        "loss": (loss, ""),
+        "outputs": _largest_error(expected.outputs, actual.outputs),
+        "gradients": _largest_error(expected.grads, actual.grads),
+        "gradients at the block inputs": _largest_error(expected.block_inputs, actual.block_inputs),
+        "buffers": _largest_error(expected.buffers, actual.buffers),
     }
+    errors = {name: error for name, (error, _) in found.items()}
     rng_equal = all(map(torch.equal, expected.rng, actual.rng)) if dropout else None
-    wrong = [f"{name} differ by {e:.2g}" for name, e in errors.items() if not e <= tolerance]
+    wrong = [
+        f"{name} differ by {error:.2g}" + (f", most at {where}" if where else "")
+        for name, (error, where) in found.items()
+        if not error <= tolerance
+    ]
     if rng_equal is False:
         wrong.append("the random state after the step differs")
     if actual.updates != expected.updates or actual.scheduler_steps != expected.scheduler_steps:
@@ -219,8 +223,8 @@ def judge(
         max_rel_err=max(errors.values()) if len(finite) == len(errors) else None,
         loss_rel_err=errors["loss"],
         output_rel_err=errors["outputs"],
-        grad_rel_err=grad,
-        grad_worst=worst,
+        grad_rel_err=errors["gradients"],
+        grad_worst=found["gradients"][1],
         block_input_grad_rel_err=errors["gradients at the block inputs"],
         buffer_rel_err=errors["buffers"],
         rng_equal=rng_equal,
