@@ -1,0 +1,189 @@
+"""Models of one's own, as a person would bring them: what strategies must cope with beside the built-in workloads.
+
+They are reached through `_target_` like any other, so the tests of isolation import them in another process, too.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class NamedBlock(nn.Module):
+    """Takes its state by name, and a mask; gives a dict. Dropout inside, so that random state counts."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, *, hidden: Tensor, mask: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+        inner = self.dropout(F.gelu(self.up(hidden)))
+        return {"hidden": hidden + scale * self.down(inner) * mask, "norm": inner.square().mean(dim=(1, 2))}
+
+
+class DictModel(nn.Module):
+    """Token ids (B, S) -> {"logits": (B, S, V), "norms": [(B,), ...]}; blocks take keywords and give dicts."""
+
+    def __init__(self, vocab_size: int = 32, width: int = 32, layers: int = 4, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab_size, width)
+        self.layers = nn.ModuleList(NamedBlock(width, dropout) for _ in range(layers))
+        self.head = nn.Linear(width, vocab_size)
+        self.register_buffer("mask", torch.ones(width))
+
+    def forward(self, tokens: Tensor) -> dict[str, object]:
+        hidden, norms = self.tokens(tokens), []
+        for layer in self.layers:
+            out = layer(hidden=hidden, mask=self.mask, scale=0.5)
+            hidden = out["hidden"]
+            norms.append(out["norm"])
+        return {"logits": self.head(hidden), "norms": norms}
+
+
+class TupleBlock(nn.Module):
+    """A state of two tensors in a tuple, in and out, as in reversible or two-stream networks."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        a, b = state
+        a = a + F.dropout(torch.tanh(self.left(b)), 0.1, self.training)
+        return a, b + torch.tanh(self.right(a))
+
+
+class TupleModel(nn.Module):
+    """Token ids (B, S) -> (logits (B, S, V), state)."""
+
+    def __init__(self, vocab_size: int = 32, width: int = 32, layers: int = 4) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab_size, 2 * width)
+        self.layers = nn.ModuleList(TupleBlock(width) for _ in range(layers))
+        self.head = nn.Linear(width, vocab_size)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = self.tokens(tokens).chunk(2, dim=-1)
+        state = (a, b)
+        for layer in self.layers:
+            state = layer(state)
+        return self.head(state[0] * state[1]), state[1]
+
+
+class ComplexModel(nn.Module):
+    """Mixes positions in Fourier space: conjugated views and complex tensors are saved for backward."""
+
+    def __init__(self, vocab_size: int = 32, width: int = 32, layers: int = 4) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab_size, width)
+        self.layers = nn.ModuleList(FourierBlock(width) for _ in range(layers))
+        self.head = nn.Linear(width, vocab_size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class FourierBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(width, dtype=torch.complex64) / 4)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.fft.fft(x, dim=1) * self.filter
+        power = (z * z.conj()).real / x.shape[1]
+        back = torch.fft.ifft(z * z.conj().imag, dim=1).real
+        return x + torch.tanh(self.out(power + back))
+
+
+class TiedBlocks(nn.Module):
+    """Blocks that share one weight, and an embedding that is also the output layer, seen as a view."""
+
+    def __init__(self, vocab_size: int = 32, width: int = 32, layers: int = 4) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab_size, width)
+        layer = lambda: nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1))
+        self.layers = nn.ModuleList(layer() for _ in range(layers))
+        for layer in self.layers[1:]:
+            layer[0].weight = self.layers[0][0].weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x @ self.tokens.weight.t()
+
+
+class RunningNorm(nn.Module):
+    """Normalises by statistics that it keeps itself, by rebinding one buffer and changing another in place."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(width))
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(dim=(0, 1))
+        return x + torch.tanh(self.linear(x - x.mean(dim=-1, keepdim=True)))
+
+
+class StatefulModel(nn.Module):
+    def __init__(self, vocab_size: int = 32, width: int = 32, layers: int = 4) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab_size, width)
+        self.layers = nn.ModuleList(RunningNorm(width) for _ in range(layers))
+        self.head = nn.Linear(width, vocab_size)
+        self.register_buffer("causal", torch.full((16, 16), float("-inf")).triu(1))  # as many models keep their mask
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        size = x.shape[1]
+        weights = (x @ x.transpose(1, 2) / 8 + self.causal[:size, :size]).softmax(-1)
+        return self.head(weights @ x)
+
+
+class Ending(TupleModel):
+    """A model whose forward ends the process, or never ends. `how`: exit | kill | sleep | print."""
+
+    def __init__(self, how: str, **kwargs: int) -> None:
+        super().__init__(**kwargs)
+        self.how = how
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        if tokens.device.type != "meta" and type(tokens) is Tensor:  # not while it is only looked at
+            if self.how == "exit":
+                print("last words", file=sys.stderr, flush=True)
+                os._exit(7)
+            if self.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "sleep":
+                time.sleep(600)
+            if self.how == "print":
+                print('{"progress": "not ours"}')
+        return super().forward(tokens)
+
+
+def mean_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """A loss as people write it: the mean over the batch, no count."""
+    return F.mse_loss(model(batch["inputs"]).flatten(1), batch["targets"][:, None].float().expand(-1, 10))
+
+
+class PlainSgd(torch.optim.SGD):
+    """An optimizer of one's own, without weight decay among its arguments."""
+
+    def __init__(self, params: object, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)  # type: ignore[arg-type]

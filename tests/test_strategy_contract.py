@@ -1,0 +1,283 @@
+"""What every strategy owes every model: the baseline's result, and a model that is left as it was found.
+
+A strategy joins by its file in conf/strategy/, a workload by its entry in small_workloads.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from small_workloads import STRATEGIES, VARIANTS, WORKLOADS, config, data_of
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from sweep.errors import NotEquivalent, NothingOffloaded
+from sweep.results import Verification
+from sweep.schema import Dtype, Granularity, OffloadImplementation, Placement
+from sweep.step import Phases, run_step
+from sweep.strategy import applied
+from sweep.verify import TOLERANCE, NoDropout, verify
+from sweep.workload import Workload, build_workload
+
+CPU = torch.device("cpu")
+PAIRS = [(w, s) for w in WORKLOADS for s in STRATEGIES]
+every_pair = pytest.mark.parametrize(("workload", "strategy"), PAIRS, ids=[f"{w}-{s}" for w, s in PAIRS])
+SEGMENTS_OF_MORE = {s for s in STRATEGIES if config("gpt", s).strategy.checkpoint.segment_size > 1}
+
+
+def accumulates(strategy: str) -> bool:
+    return config("gpt", strategy).strategy.micro_batch_size is not None
+
+
+def offloads(strategy: str) -> bool:
+    return config("gpt", strategy).strategy.offload.placement is not Placement.none
+
+
+def why_not(workload: str, strategy: str) -> str:
+    """The words by which a pair that cannot be equivalent has to be refused, "" for all others."""
+    if workload == "convnet" and accumulates(strategy):
+        return "stem.1 computes its result from the whole batch"
+    if workload == "convnet" and strategy == "parts_all":
+        return "modified by an inplace operation"  # its ReLU overwrites its input, which is all that a part keeps
+    if workload == "stateful" and accumulates(strategy):
+        return "buffers differ by 3, most at layers.0.calls" if strategy == "micro_batch" else "most at layers.0.calls"
+    segments = config("gpt", strategy).strategy.checkpoint.granularity is Granularity.segments
+    if workload == "dicts" and segments:
+        return "keyword arguments alone"
+    if workload == "tied" and strategy in SEGMENTS_OF_MORE:
+        return "gradients differ"  # that model adds the blocks' results to the stream outside of them
+    return ""
+
+
+def refused(workload: str, strategy: str) -> str:
+    """The words with which a pair is refused."""
+    try:
+        found = verified(workload, strategy)
+    except (NotEquivalent, RuntimeError) as error:
+        return str(error)
+    assert not found.passed
+    return found.reason
+
+
+def verified(workload: str, strategy: str) -> Verification:
+    c = config(workload, strategy)
+    return verify(c, CPU, data_of(c.workload))
+
+
+@every_pair
+def test_computes_what_the_baseline_computes(workload: str, strategy: str) -> None:
+    if refusal := why_not(workload, strategy):
+        assert refusal in refused(workload, strategy)
+        return
+    found = verified(workload, strategy)
+    assert found.passed, found.reason
+    assert found.reason == ""
+    assert found.scope == "full"
+    assert (found.updates, found.updates_expected) == (1, 1)
+    assert found.tolerance == TOLERANCE[config(workload, strategy).workload.dtype]
+    if accumulates(strategy):
+        assert found.dropout == "off"
+        assert found.rng_equal is None
+        assert "dropout off" in found.notes[0]
+    else:
+        assert found.dropout == "on"
+        assert found.rng_equal is True
+        # save_on_cpu hands back contiguous copies, whose sums may be taken in another order.
+        implementation = config("gpt", strategy).strategy.offload.implementation
+        assert found.bit_equal or implementation is OffloadImplementation.save_on_cpu
+    assert found.max_rel_err is not None
+    assert found.max_rel_err <= found.tolerance
+
+
+@dataclass
+class After:
+    """Everything that a few steps leave behind."""
+
+    state: dict[str, Tensor]
+    outputs: list[Tensor]  # of a forward without gradients
+    losses: list[float]
+    moments: list[Tensor]
+    rng: Tensor
+
+
+class Interrupted(Exception):
+    pass
+
+
+def run_eventfully(workload: str, strategy: str, *, dropout: bool) -> After:
+    """A look without gradients, a forward and a backward that break off, then two steps; all under one strategy."""
+    c = config(workload, strategy)
+    w, phases = build_workload(c.workload, CPU, data_of(c.workload)), Phases()
+    before = footprint(w.model)
+    torch.manual_seed(11)
+    with ExitStack() as stack:
+        force = stack.enter_context(
+            applied(c.strategy, w.model, w.blocks, c.workload.global_batch_size, phases, CPU)
+        )
+        if not dropout:
+            stack.enter_context(NoDropout())
+        with torch.no_grad(), w.autocast():
+            outputs = [t.clone() for t in tree_leaves(w.model(w.train_batch(0)["inputs"])) if isinstance(t, Tensor)]
+
+        def step(number: int) -> float:
+            batch = w.train_batch(number)
+            return run_step(
+                w, batch, phases, micro_batch_size=force.micro_batch_size, around_forward=force.around_forward
+            ).loss.item()
+
+        for interrupting in (interrupted_forward, interrupted_backward):
+            with interrupting(w), pytest.raises(Interrupted):
+                step(0)
+            assert phases.stack == []
+        force.moved.reset()
+        losses = [step(1), step(2)]
+        if (workload, strategy) == ("stateful", "offload_inputs"):
+            with pytest.raises(NothingOffloaded):
+                force.require_moved()  # no operator of its blocks saves the block's input
+        elif offloads(strategy):
+            force.require_moved()
+            assert force.moved.from_host_bytes > 0
+        rng = torch.get_rng_state()
+    assert footprint(w.model) == before
+    assert no_saved_tensor_hooks()
+    moments = [t.clone() for state in w.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+    return After({n: t.clone() for n, t in w.model.state_dict().items()}, outputs, losses, moments, rng)
+
+
+def footprint(model: nn.Module) -> list[tuple[Any, ...]]:
+    """What a strategy could forget on a model: replaced forwards, hooks, rebound buffers, training mode."""
+    return [
+        (
+            name,
+            module.__dict__.get("forward"),
+            len(module._forward_hooks),
+            len(module._forward_pre_hooks),
+            len(module._backward_hooks),
+            sorted(module._buffers),
+            type(module),
+            module.training,
+        )
+        for name, module in model.named_modules()
+    ]
+
+
+def no_saved_tensor_hooks() -> bool:
+    """Whether a tensor is saved as it is."""
+    x = torch.ones(3, requires_grad=True)
+    result = x.exp()
+    return result.grad_fn._saved_result.data_ptr() == result.data_ptr()  # type: ignore[union-attr]
+
+
+@contextmanager
+def interrupted_forward(w: Workload) -> Iterator[None]:
+    def interrupt(*_: Any) -> None:
+        raise Interrupted
+
+    handle = w.blocks[-1].module.register_forward_hook(interrupt)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def interrupted_backward(w: Workload) -> Iterator[None]:
+    def interrupt(_: Tensor) -> None:
+        raise Interrupted
+
+    def plant(_: nn.Module, __: Any, output: Any) -> None:
+        next(t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad).register_hook(interrupt)
+
+    handle = w.blocks[1].module.register_forward_hook(plant)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@cache
+def baseline_after(workload: str, *, dropout: bool) -> After:
+    return run_eventfully(workload, "baseline", dropout=dropout)
+
+
+@every_pair
+def test_is_clean_after_interruptions_and_leaves_the_model_as_it_was(workload: str, strategy: str) -> None:
+    if why_not(workload, strategy):
+        pytest.skip("refused by verification")
+    dropout = not accumulates(strategy)
+    expected = baseline_after(workload, dropout=dropout)
+    actual = run_eventfully(workload, strategy, dropout=dropout)
+    exact = dropout and strategy != "save_on_cpu"
+    close = close_to(0.0 if exact else 10 * TOLERANCE[config(workload).workload.dtype])
+    assert all(map(torch.equal, actual.outputs, expected.outputs))
+    assert actual.losses == pytest.approx(expected.losses, rel=0.0 if exact else 1e-2, abs=0)
+    assert actual.state.keys() == expected.state.keys()
+    # A step of an adaptive optimizer is a gradient's sign where there is next to none: moments are compared instead.
+    if exact:
+        assert all(map(torch.equal, actual.state.values(), expected.state.values()))
+        assert torch.equal(actual.rng, expected.rng)
+    assert len(actual.moments) == len(expected.moments)
+    assert all(map(close, actual.moments, expected.moments))
+
+
+def close_to(tolerance: float) -> Callable[[Tensor, Tensor], bool]:
+    def close(a: Tensor, b: Tensor) -> bool:
+        if not tolerance:
+            return torch.equal(a, b)
+        wide = torch.complex128 if b.is_complex() else torch.float64
+        difference = (a.to(wide) - b.to(wide)).norm().item()
+        return difference <= tolerance * max(b.to(wide).norm().item(), 1e-3)
+
+    return close
+
+
+def test_a_baseline_run_would_notice_a_difference() -> None:
+    """The comparison above is not blind: another seed of dropout shows."""
+    one, other = baseline_after("gpt", dropout=True), baseline_after("gpt", dropout=False)
+    assert one.losses != other.losses
+    assert not all(map(torch.equal, one.state.values(), other.state.values()))
+
+
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if not accumulates(s)])
+def test_buffers_count_a_batch_once(strategy: str) -> None:
+    """BatchNorm's statistics and a model's own counter, also where blocks are computed twice."""
+    for workload, name in (("convnet", "blocks.0.norm1.num_batches_tracked"), ("stateful", "layers.0.calls")):
+        if why_not(workload, strategy):
+            continue
+        calls = run_eventfully(workload, strategy, dropout=True).state[name]
+        assert calls == 5  # once without gradients, twice interrupted, two steps
+
+
+@pytest.mark.parametrize("strategy", [*(s for s in STRATEGIES if s not in VARIANTS), "segments_2", "everything"])
+def test_keeps_no_model_alive(strategy: str) -> None:
+    c = config("gpt", strategy)
+    w = build_workload(c.workload, CPU, data_of(c.workload))
+    with applied(c.strategy, w.model, w.blocks, c.workload.global_batch_size, Phases(), CPU) as force:
+        run_step(
+            w, w.train_batch(0), Phases(),
+            micro_batch_size=force.micro_batch_size, around_forward=force.around_forward,
+        )  # fmt: skip
+    model = weakref.ref(w.model)
+    del w, force
+    gc.collect()
+    assert model() is None
+
+
+@pytest.mark.parametrize("strategy", ["micro_batch", "everything"])
+def test_batch_norm_with_micro_batches_is_reported_and_named(strategy: str) -> None:
+    found = verified("convnet", strategy)
+    assert not found.passed
+    assert found.reason.endswith("stem.1 computes its result from the whole batch, so micro-batches change it")
+    assert "buffers differ" in found.reason
+
+
+def test_every_dtype_is_in_the_contract() -> None:
+    assert {config(w).workload.dtype for w in WORKLOADS} == set(Dtype)
