@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sweep.checks import overlapping
 from sweep.knobs import strategy_of, with_overrides
 from sweep.reasons import ONLY_EVIDENCE, REASONS
 from sweep.results import Comparison, Decision, Evidence, TrialResult, Verdict
@@ -54,7 +55,7 @@ def _keep_the_baseline(comparison: Comparison, results: list[TrialResult], index
     rank = f"; it {_rank_words(comparison, results, index)}" if timed else ""
     comparison.why = f"nothing needs to change under this budget: {fit}{rank} ({_where(comparison)})"
     if cheapest is not None:
-        saving = _saving(results[cheapest], comparison.decisions[cheapest])
+        saving = _saving(results[cheapest], comparison.decisions[cheapest], results[index])
         comparison.next_action = f"keep the baseline; if memory gets short, {saving}"
     elif rivals:
         comparison.next_action = "keep the baseline; none of the trials saves memory"
@@ -62,11 +63,14 @@ def _keep_the_baseline(comparison: Comparison, results: list[TrialResult], index
         comparison.next_action = "keep the baseline; -m 'strategy=glob(*)' shows what each strategy would save"
 
 
-def _saving(result: TrialResult, decision: Decision) -> str:
+def _saving(result: TrialResult, decision: Decision, baseline: TrialResult) -> str:
     """`micro_batch saves most per time lost: 120 MiB (38 %) at 0.80x the throughput`."""
     saved = f"{mib(decision.saved_mib)}{_share(decision)}"
     if decision.throughput_ratio is None:
         return f"{result.name} changes least and is predicted to save {saved}; what it costs in time is not known"
+    own, base = result.measurement, baseline.measurement
+    if own is not None and base is not None and (own.step_ms <= base.step_ms or overlapping(own, base)):
+        return f"{result.name} saves {saved} without a loss of time beyond the noise"
     return f"{result.name} saves most per time lost: {saved} at {ratio(decision.throughput_ratio)} the throughput"
 
 

@@ -56,8 +56,8 @@ def reading_lines(section: Section) -> list[str]:
     noisy = [r.name for r in section.rows if r.step_ms and (r.step_half_spread_ms or 0.0) > NOISY * r.step_ms]
     if noisy:
         lines.append(
-            f"Noisy: the steps of {', '.join(noisy)} vary by more than a quarter, so differences in speed may be chance; "
-            "measure again on a quiet machine, or with more measure.steps."
+            f"Noisy: the steps of {', '.join(noisy)} vary by more than a quarter, so differences in speed may be "
+            "chance; measure again on a quiet machine, or with more measure.steps."
         )
     verified = [r for r in section.rows if r.verified is not None]
     if verified:

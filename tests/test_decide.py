@@ -425,6 +425,13 @@ def test_with_no_budget_the_baseline_is_kept_and_the_cheapest_saving_named() -> 
     assert comparison.evidence == "cpu"
 
 
+def test_a_saving_inside_the_noise_is_said_to_cost_no_time() -> None:
+    results = [trial("baseline", 300.0, 100.0), trial("micro_batch", 200.0, 101.0), trial("checkpoint", 150.0, 120.0)]
+    comparison = conclude(results, BudgetConf(), None)
+    assert comparison.cheapest_saving == "micro_batch"
+    assert "micro_batch saves 100.0 MiB (33 %) without a loss of time beyond the noise" in comparison.next_action
+
+
 def test_under_a_cap_the_fastest_that_fits_is_preferred_not_the_smallest() -> None:
     results = sweep_of_six("measured")
     comparison = conclude(results, BudgetConf(memory_mib=130), None)
