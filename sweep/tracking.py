@@ -173,19 +173,21 @@ class TrialRun:
         if self.run_id is None:
             return
         result.mlflow_run_id = self.run_id
-        self._outcome = result.outcome
+        # Each part by itself: full disks and refused uploads take the artifacts, and must not take the numbers along.
+        with best_effort(f"the data set of {result.name}"):
+            write_dataset(self._store, self.run_id, result)
+        with best_effort(f"the artifacts of {result.name}"), tempfile.TemporaryDirectory() as folder:
+            write_json(result, Path(folder) / "result.json")
+            save_config(Path(folder), result.config)
+            save_environment(Path(folder), result.environment)
+            client(self._store.uri).log_artifacts(self.run_id, folder)
+            write_files(self._store, self.run_id, files)
         with best_effort(f"trial {result.name}"):
             self._log_params(result.config)
-            write_dataset(self._store, self.run_id, result)
-            with tempfile.TemporaryDirectory() as folder:
-                write_json(result, Path(folder) / "result.json")
-                save_config(Path(folder), result.config)
-                save_environment(Path(folder), result.environment)
-                client(self._store.uri).log_artifacts(self.run_id, folder)
-            write_files(self._store, self.run_id, files)
             # The outcome comes last: a run that has one was recorded whole (see `reconcile`).
             tags = {**result_tags_of(result), NOTE: description_of(result)}
             write(self._store, self.run_id, metrics=metrics_of(result), tags=tags)
+        self._outcome = result.outcome  # last: an interrupt in between leaves a trial without one
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

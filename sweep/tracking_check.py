@@ -10,9 +10,7 @@ import os
 import sqlite3
 import subprocess
 import sys
-import urllib.error
 import urllib.parse
-import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,19 +64,23 @@ def check_file(store: Store) -> None:
 
 
 def check_server(store: Store) -> None:
-    request = urllib.request.Request(store.uri, method="HEAD")
+    """Raise BadInput unless something answers there. Whether it is MLflow shows with the first real request."""
+    import requests  # as MLflow does: the same proxies, certificates and user names in the address
+
     try:
-        urllib.request.urlopen(request, timeout=SERVER_WAIT_S).close()
-    except urllib.error.HTTPError:
-        pass  # something answers; whether it is MLflow shows with the first real request
-    except (OSError, ValueError) as error:
-        reason = one_line(getattr(error, "reason", None) or error)
+        requests.head(store.uri, timeout=SERVER_WAIT_S, allow_redirects=False)
+    except requests.exceptions.SSLError:
+        pass  # something answers, and MLflow has its own switch for certificates
+    except (requests.exceptions.RequestException, ValueError) as error:
+        reason = one_line(error)
+        for cause in ("Connection refused", "Name or service not known", "timed out", "No route to host"):
+            reason = cause if cause in reason else reason
         todo = "start it (mlflow server --host ... --port ...), or give another address"
         raise BadInput(KEY, store.shown, f"does not answer ({reason})", todo) from error
 
 
 def check_database(store: Store) -> None:
-    # Asked directly: MLflow would try ten times over a minute and a half before it says anything.
+    """Raise BadInput unless the database opens. MLflow would try ten times in a minute and a half before it says so."""
     import sqlalchemy
 
     try:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
 log = logging.getLogger("sweep.tracking")
+DATASET_ATTEMPTS = 3
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 
@@ -65,11 +66,21 @@ def write(
 def write_dataset(store: Store, run_id: str, result: TrialResult) -> None:
     """The data set as MLflow's own input of the run; made from its description, the data are not read."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
+    from mlflow.exceptions import MlflowException
 
     fields = dataset_of(result)
-    if fields is not None:
-        data = DatasetInput(Dataset(**fields), [InputTag("mlflow.data.context", "training")])
-        client(store.uri).log_inputs(run_id, [data])
+    if fields is None:
+        return
+    data = DatasetInput(Dataset(**fields), [InputTag("mlflow.data.context", "training")])
+    for attempt in range(DATASET_ATTEMPTS):
+        try:
+            client(store.uri).log_inputs(run_id, [data])
+            return
+        except MlflowException:
+            # Two runs that bring the same new data set at once collide in MLflow; the next try finds it there.
+            if attempt == DATASET_ATTEMPTS - 1:
+                raise
+            time.sleep(0.05 * (attempt + 1))
 
 
 def write_files(store: Store, run_id: str, files: Sequence[Path]) -> None:

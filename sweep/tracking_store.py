@@ -76,7 +76,7 @@ def store_location(uri: str | None, root: Path, experiment: str = EXPERIMENT) ->
         return _sqlite(uri, root, experiment)
     if scheme in DATABASE_SCHEMES:
         return Store(uri, experiment, root, (root / "mlruns" / "artifacts").as_uri())
-    if scheme in SERVER_SCHEMES and urllib.parse.urlsplit(uri).netloc or scheme == "databricks":
+    if (scheme in SERVER_SCHEMES and urllib.parse.urlsplit(uri).netloc) or scheme == "databricks":
         return Store(uri.rstrip("/"), experiment, root)
     raise BadInput(
         KEY,
