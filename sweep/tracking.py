@@ -58,6 +58,7 @@ from sweep.tracking_values import (
 )
 
 __all__ = [
+    "Status",
     "Store",
     "TrialRun",
     "close_sweep",
