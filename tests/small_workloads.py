@@ -60,7 +60,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "segments_3": {"checkpoint": {"granularity": "segments", "segment_size": 3}},
     "parts_all": {"checkpoint": {"granularity": "parts", "parts": ["*"]}},  # parts inside of parts, too
     "selective_nothing": {"checkpoint": {"granularity": "selective", "keep_ops": []}},
-    "selective_two": {"checkpoint": {"granularity": "selective", "keep_ops": ["aten.addmm.default", "aten.mul.Tensor"]}},
+    "selective_two": {"checkpoint": {"granularity": "selective", "keep_ops": ["aten.addmm", "aten.mul.Tensor"]}},
     "offload_everything": {"offload": {"placement": "all", "keep_last": 0, "min_tensor_kib": 0}},
     "offload_inputs": {"offload": {"placement": "inputs", **SMALL}},
     "offload_first_2": {"offload": {"placement": "blocks", "blocks": "first:2", **SMALL}},
