@@ -90,6 +90,12 @@ def _from_hydra(error: BaseException) -> BadInput:
     if m := re.search(r"Could not find '([\w./-]+)/([\w.-]+)'(?:.*?Available options in '[^']*':\s*(.*?))?(?:Config search path|$)", text, re.S):
         options = ", ".join((m.group(3) or "").split())
         return BadInput(m.group(1), m.group(2), "there is no such option", f"choose one of: {options}" if options else "see --help")
+    if m := re.search(r"[Mm]issing mandatory value: (\S+)", text):
+        key = _full_key(text) or m.group(1)
+        return BadInput(key, "???", "has to be given", f"add it, such as '+{key}={{_target_: my.module.Name}}'")
+    if (m := re.search(r"Could not override '([^']+)'", text)) and m.group(1) in _known_keys():
+        value = _value_on_command_line(m.group(1))
+        return BadInput(m.group(1), value, "has keys that are not there yet", f"write +{m.group(1)}=...")
     if m := re.search(r"Could not override '([^']+)'", text):
         return BadInput(m.group(1), _value_on_command_line(m.group(1)), "there is no such key", _near(m.group(1)))
     if m := re.search(r"(?:Key|key) '([^']+)' (?:is )?not in '?(\w+)'?", text):
@@ -130,23 +136,26 @@ def _value_on_command_line(key: str) -> str:
 
 def _near(key: str) -> str:
     """What the key may have been meant to be."""
-    import dataclasses
     import difflib
+
+    known = _known_keys()
+    close = difflib.get_close_matches(key, known, n=3, cutoff=0.5) or [
+        k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]
+    ][:3]
+    return f"did you mean {' or '.join(close)}" if close else "see --help for what may be set"
+
+
+def _known_keys() -> list[str]:
+    """Every key of the typed config, dotted."""
+    import dataclasses
     import typing
 
     from sweep import schema
 
     def keys(cls: Any, prefix: str) -> list[str]:
         found = []
-        hints = typing.get_type_hints(cls)
-        for f in dataclasses.fields(cls):
-            name = f"{prefix}{f.name}"
-            hint = hints[f.name]
-            found += keys(hint, name + ".") if dataclasses.is_dataclass(hint) else [name]
+        for name, hint in typing.get_type_hints(cls).items():
+            found += keys(hint, f"{prefix}{name}.") if dataclasses.is_dataclass(hint) else [f"{prefix}{name}"]
         return found
 
-    known = keys(schema.Config, "")
-    close = difflib.get_close_matches(key, known, n=3, cutoff=0.5) or [
-        k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]
-    ][:3]
-    return f"did you mean {' or '.join(close)}" if close else "see --help for what may be set"
+    return keys(schema.Config, "")

@@ -23,9 +23,10 @@ from sweep.errors import EXIT_NOTHING_FEASIBLE, EXIT_OK
 from sweep.isolate import run_isolated
 from sweep.memory.device import resolve_device
 from sweep.progress import Display
+from sweep.report import describe as describe_report
 from sweep.report import print_report, report_console, single_line, write_report
 from sweep.results import Decision, TrialResult, read_trial, write_json
-from sweep.schema import Config, Isolate, Mode, StrategyConf, TrackingConf, typed
+from sweep.schema import Config, Granularity, Isolate, Mode, Placement, StrategyConf, TrackingConf, typed
 from sweep.trial import check_trial, describe, fixed_id, is_baseline, run_trial, save
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -174,7 +175,7 @@ class Session:
                     self._judged(result, decision)
             print_report(report, self.display.console)
             files = [report.json_path, report.markdown_path, *report.plots]
-            markdown = report.markdown_path.read_text(encoding="utf-8")
+            markdown = describe_report(report)
             if not report.feasible:
                 Session.exit_code = EXIT_NOTHING_FEASIBLE
         if self._store is not None:
@@ -197,12 +198,18 @@ def run_job(cfg: DictConfig) -> None:
 
 
 def trial_name(config: Config, overrides: Sequence[str]) -> str:
-    """What a person calls the trial: its strategy and what was set beside it."""
-    said = [config.strategy.name]
+    """What a person calls the trial: its strategy, and what was set beside it and has an effect."""
+    s = config.strategy
+    idle = [
+        *(["checkpoint."] if s.checkpoint.granularity is Granularity.none else []),
+        *(["offload."] if s.offload.placement is Placement.none else []),
+    ]
+    said = [s.name]
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
-        if key.startswith("strategy."):
-            said.append(f"{key.rsplit('.', 1)[-1]}={value}")
+        name = key.removeprefix("strategy.")
+        if name != key and not name.startswith(tuple(idle)):
+            said.append(f"{name.rsplit('.', 1)[-1]}={value}")
     return " ".join(said)
 
 
