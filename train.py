@@ -7,7 +7,7 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-import sweep.schema  # registers the typed config
+import sweep.schema  # noqa: F401  registers the typed config
 from sweep.cli import guarded
 
 

@@ -59,7 +59,7 @@ def _finish() -> None:
 
 
 def _jobs(config: DictConfig) -> list[DictConfig] | None:
-    """The configs of all jobs that Hydra's own sweeper will launch; None for another sweeper, which decides as it goes."""
+    """The configs of all jobs that Hydra's own sweeper will launch; None for another one, which decides as it goes."""
     if not str(config.hydra.sweeper._target_).endswith("BasicSweeper"):
         return None
     hydra = GlobalHydra.instance().hydra

@@ -30,7 +30,7 @@ def guarded(main: Callable[[], Any]) -> int:
         bad = as_bad_input(error)
         _finish("FAILED")
         if bad is None or wants_traceback:
-            raise error
+            raise error from error.__cause__
         print(f"error: {bad}", file=sys.stderr)
         return EXIT_BAD_INPUT
 
@@ -87,9 +87,15 @@ def _from_hydra(error: BaseException) -> BadInput:
     text = "\n".join(str(e) for e in _chain(error))
     flat = " ".join(str(error).split())
 
-    if m := re.search(r"Could not find '([\w./-]+)/([\w.-]+)'(?:.*?Available options in '[^']*':\s*(.*?))?(?:Config search path|$)", text, re.S):
+    if m := re.search(
+        r"Could not find '([\w./-]+)/([\w.-]+)'(?:.*?Available options in '[^']*':\s*(.*?))?(?:Config search path|$)",
+        text,
+        re.S,
+    ):
         options = ", ".join((m.group(3) or "").split())
-        return BadInput(m.group(1), m.group(2), "there is no such option", f"choose one of: {options}" if options else "see --help")
+        return BadInput(
+            m.group(1), m.group(2), "there is no such option", f"choose one of: {options}" if options else "see --help"
+        )
     if m := re.search(r"[Mm]issing mandatory value: (\S+)", text):
         key = _full_key(text) or m.group(1)
         return BadInput(key, "???", "has to be given", f"add it, such as '+{key}={{_target_: my.module.Name}}'")
@@ -108,7 +114,12 @@ def _from_hydra(error: BaseException) -> BadInput:
         wrong = str(outer).strip().splitlines()[0].rstrip(".")
         return BadInput(key, _value_on_command_line(key), wrong, "give a value of that type; see --help")
     if m := re.search(r"LexerNoViableAltException: (.*)|mismatched input|no viable alternative|extraneous input", text):
-        return BadInput("command line", " ".join(sys.argv[1:]), flat.split(" See ")[0], "quote the override, such as 'strategy=glob(*)'")
+        return BadInput(
+            "command line",
+            " ".join(sys.argv[1:]),
+            flat.split(" See ")[0],
+            "quote the override, such as 'strategy=glob(*)'",
+        )
     return BadInput("command line", " ".join(sys.argv[1:]), flat[:300], "see --help")
 
 
@@ -139,9 +150,10 @@ def _near(key: str) -> str:
     import difflib
 
     known = _known_keys()
-    close = difflib.get_close_matches(key, known, n=3, cutoff=0.5) or [
-        k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]
-    ][:3]
+    close = (
+        difflib.get_close_matches(key, known, n=3, cutoff=0.5)
+        or [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]][:3]
+    )
     return f"did you mean {' or '.join(close)}" if close else "see --help for what may be set"
 
 

@@ -32,7 +32,7 @@ class NotEquivalent(SweepError):
 
 
 class CannotPredict(SweepError):
-    """The peak cannot be predicted (data-dependent shapes, custom kernels, compiled graphs); the message names the cause."""
+    """The peak cannot be predicted (data-dependent shapes, custom kernels, compiled graphs). Names the cause."""
 
 
 class NothingOffloaded(SweepError):

@@ -107,9 +107,7 @@ def _how_it_ended(code: int) -> str:
     return f"was killed by {name}{hint}"
 
 
-def _failure(
-    config: Config, name: str, folder: Path, started: float, outcome: Outcome, error: str
-) -> TrialResult:
+def _failure(config: Config, name: str, folder: Path, started: float, outcome: Outcome, error: str) -> TrialResult:
     result = describe(config, name)
     result.outcome, result.error = outcome.value, error
     result.details = (folder / "stderr.log").read_text(errors="replace")[-TAIL_CHARACTERS:]

@@ -1,7 +1,7 @@
 """Run a workload under a strategy and measure it: times, peaks, losses and bytes moved.
 
-On CUDA the peaks are the allocator's own statistics. On a CPU they are the ledger's, from a separate untimed pass on the
-emulated device; the ledger is off while steps are timed.
+On CUDA the peaks are the allocator's own statistics. On a CPU they are the ledger's, from a separate untimed pass on
+the emulated device; the ledger is off while steps are timed.
 """
 
 from __future__ import annotations
@@ -102,8 +102,11 @@ def ledger_pass(
             batch = workload.train_batch(step)
             ledger.reset_peak()
             run_step(
-                workload, batch, phases,
-                micro_batch_size=strategy.micro_batch_size, around_forward=strategy.around_forward,
+                workload,
+                batch,
+                phases,
+                micro_batch_size=strategy.micro_batch_size,
+                around_forward=strategy.around_forward,
             )
             advance("memory ledger")
         strategy.require_moved()
@@ -126,9 +129,7 @@ class _Run:
     tokens_per_sample: int | None = None
 
 
-def _timed_run(
-    config: Config, device: torch.device, data: DataSource, advance: Callable[[str], None]
-) -> _Run:
+def _timed_run(config: Config, device: torch.device, data: DataSource, advance: Callable[[str], None]) -> _Run:
     m, run, phases = config.measure, _Run(), Phases()
     workload = build_workload(config.workload, device, data)
     torch.manual_seed(config.workload.seed + 1)
@@ -147,8 +148,11 @@ def _timed_run(
                 batch = workload.train_batch(step)
             step += 1
             return run_step(
-                workload, batch, phases,
-                micro_batch_size=strategy.micro_batch_size, around_forward=strategy.around_forward,
+                workload,
+                batch,
+                phases,
+                micro_batch_size=strategy.micro_batch_size,
+                around_forward=strategy.around_forward,
             ).loss
 
         for _ in range(m.warmup_steps):
@@ -180,7 +184,7 @@ def _timed_run(
 
 
 def evaluate(workload: Workload, conf: MeasureConf, micro_batch_size: int) -> float | None:
-    """Held-out loss: mean over the targets of `eval_batches` global batches, in micro-batches. None: no batches asked for."""
+    """Held-out loss: mean over the targets of `eval_batches` global batches, in micro-batches. None: none asked for."""
     if not conf.eval_batches:
         return None
     workload.model.eval()
@@ -298,7 +302,7 @@ class CpuClock:
 
 
 class CudaClock:
-    """CUDA events at the borders, read after one synchronisation, so that timing itself does not wait for the device."""
+    """CUDA events at the borders, read after one synchronisation: timing itself does not wait for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

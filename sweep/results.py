@@ -105,7 +105,9 @@ class Prediction:
     allocated_mib: float
     reserved_mib: float
     fits: bool
-    headroom_mib: float | None  # capacity less reserved and context; negative: short by so much; None: no capacity known
+    headroom_mib: (
+        float | None
+    )  # capacity less reserved and context; negative: short by so much; None: no capacity known
     capacity_mib: float | None
     context_mib: float  # driver and CUDA context, outside of both statistics
     fragmentation_mib: float  # reserved less allocated at the highest reserved point
@@ -236,7 +238,9 @@ class TrialResult:
     measurement: Measurement | None = None
     decision: Decision | None = None
     error: str = ""  # one line
-    reason: str = ""  # reason code of an outcome other than ok where the outcome alone does not say it (nothing_offloaded)
+    reason: str = (
+        ""  # reason code of an outcome other than ok where the outcome alone does not say it (nothing_offloaded)
+    )
     capacity_mib: float | None = None  # of the device as it was found; None: not known
     details: str = ""  # the traceback or the child's last output
     environment: dict[str, str] = field(default_factory=dict)

@@ -1,7 +1,8 @@
 """The configuration: every field typed, with its unit and meaning beside it.
 
 Hydra composes the YAML files under conf/ into these dataclasses, which refuse unknown keys and wrong types.
-What depends on several fields at once is checked by `check`; what depends on the model by `sweep.strategy.check_blocks`.
+What depends on several fields at once is checked by `check`; what depends on the model by
+`sweep.strategy.check_blocks`.
 """
 
 from __future__ import annotations
@@ -133,7 +134,9 @@ class CheckpointConf:
     every_k: int = 1  # blocks and selective: the first block of every k is recomputed
     segment_size: int = 1  # segments: blocks per segment
     parts: list[str] = field(default_factory=list)  # parts: patterns of names inside a block, such as "attn" or "mlp"
-    keep_ops: Optional[list[str]] = None  # selective: operators kept, such as "aten.mm.default"; null: matmul and attention
+    keep_ops: Optional[list[str]] = (
+        None  # selective: operators kept, such as "aten.mm.default"; null: matmul and attention
+    )
 
 
 @dataclass
@@ -232,10 +235,8 @@ def typed(cfg: Union[DictConfig, dict[str, Any]]) -> Config:
 def _refuse_unknown(node: DictConfig, cls: Any, prefix: str) -> None:
     """Hydra's + adds keys that no one reads. Raise BadInput for them, as for any other unknown key."""
     hints = typing.get_type_hints(cls)
-    for key in node:
+    for key in map(str, node):
         if key not in hints:
-            if OmegaConf.is_missing(node, key):
-                continue
             raise BadInput(f"{prefix}{key}", node._get_node(key), "there is no such key", "leave it out; see --help")
         if dataclasses.is_dataclass(hints[key]) and not OmegaConf.is_missing(node, key) and node[key] is not None:
             _refuse_unknown(node[key], hints[key], f"{prefix}{key}.")
@@ -266,7 +267,9 @@ def check(config: Config) -> None:
     _at_least("workload.scheduler.total_steps", w.scheduler.total_steps, 1)
     for group, node in (("model", w.model), ("data", w.data), ("loss", w.loss)):
         if "_target_" not in node:
-            raise BadInput(f"workload.{group}._target_", None, "is missing", "give the import path of a class or function")
+            raise BadInput(
+                f"workload.{group}._target_", None, "is missing", "give the import path of a class or function"
+            )
 
     micro = s.micro_batch_size
     _at_least("strategy.micro_batch_size", micro, 1)
@@ -281,11 +284,15 @@ def check(config: Config) -> None:
     _at_least("strategy.checkpoint.every_k", c.every_k, 1)
     _at_least("strategy.checkpoint.segment_size", c.segment_size, 1)
     if c.granularity is Granularity.parts and not c.parts:
-        raise BadInput("strategy.checkpoint.parts", [], "names no part of a block", "give patterns such as [attn] or [mlp]")
+        raise BadInput(
+            "strategy.checkpoint.parts", [], "names no part of a block", "give patterns such as [attn] or [mlp]"
+        )
     _at_least("strategy.offload.min_tensor_kib", o.min_tensor_kib, 0)
     _at_least("strategy.offload.keep_last", o.keep_last, 0)
     if o.placement is Placement.blocks and not o.blocks:
-        raise BadInput("strategy.offload.blocks", o.blocks, "names no block", "give first:N, every:K or a list such as 0,3,5")
+        raise BadInput(
+            "strategy.offload.blocks", o.blocks, "names no block", "give first:N, every:K or a list such as 0,3,5"
+        )
 
     for name in ("memory_mib", "min_samples_per_s", "max_eval_loss"):
         _above_zero(f"budget.{name}", getattr(b, name))

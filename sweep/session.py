@@ -58,7 +58,9 @@ class Session:
         self._store = tracking.store_location(conf.uri, ROOT, conf.experiment) if conf.enabled else None
 
     @classmethod
-    def open(cls, folder: Path, config: Config, overrides: Sequence[str], *, trials: int | None, sweep: bool) -> Session:
+    def open(
+        cls, folder: Path, config: Config, overrides: Sequence[str], *, trials: int | None, sweep: bool
+    ) -> Session:
         """Start a session: prepare the store, end what a killed command left, open the parent run."""
         command = shlex.join(["python", "train.py", *(["-m"] if sweep else []), *overrides])
         state = State(_now(), None, command)

@@ -140,11 +140,13 @@ def digest(value: Any) -> str:
 
 
 def check_trial(config: Config, seen: dict[str, Any]) -> None:
-    """Raise BadInput for what only the data, the model or this machine can tell. `seen` spares repeated work in a sweep."""
+    """Raise BadInput for what only the data, the model or this machine can tell. `seen` spares work in a sweep."""
     w = config.workload
     if config.mode is Mode.measure and not machine_has(config.device):
         raise BadInput(
-            "device", config.device.name, "this machine has no such device",
+            "device",
+            config.device.name,
+            "this machine has no such device",
             "add mode=predict to predict for it, or use device=auto",
         )
     if config.mode is Mode.measure:

@@ -55,9 +55,7 @@ class Record:
     batch_dependent: list[str] = field(default_factory=list)  # modules that compute from the whole batch
 
 
-def verify(
-    config: Config, device: torch.device, data: DataSource, capacity_mib: float | None = None
-) -> Verification:
+def verify(config: Config, device: torch.device, data: DataSource, capacity_mib: float | None = None) -> Verification:
     """Compare `config.strategy` with the baseline on `device`; on fewer blocks and a smaller batch where it must be."""
     too_large = _gradients_do_not_fit(config, device, capacity_mib)
     if not too_large:

@@ -1,4 +1,4 @@
-"""The commands of the README as a person types them: real processes, a real MLflow store, read back by MLflow's client."""
+"""The README's commands as a person types them: real processes, a real MLflow store, read by MLflow's client."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(project: Path, *arguments: str, cwd: Path | None = None, check: int | None = 0) -> subprocess.CompletedProcess:
+def train(
+    project: Path, *arguments: str, cwd: Path | None = None, check: int | None = 0
+) -> subprocess.CompletedProcess:
     env = {**os.environ, "PYTHONPATH": str(project), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(project / "train.py"), *arguments],
