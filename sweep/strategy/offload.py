@@ -51,17 +51,23 @@ def check(conf: OffloadConf, blocks: list[Block]) -> None:
     count = len(blocks)
     if not blocks and (conf.placement is not Placement.all or conf.keep_last):
         raise BadInput(
-            "strategy.offload.placement", conf.placement.name, "the model has no repeated blocks",
+            "strategy.offload.placement",
+            conf.placement.name,
+            "the model has no repeated blocks",
             "name them with workload.blocks, or use placement=all with keep_last=0",
         )
     if conf.keep_last and conf.keep_last >= count:
         raise BadInput(
-            "strategy.offload.keep_last", conf.keep_last, f"keeps every one of the {count} blocks on the device",
+            "strategy.offload.keep_last",
+            conf.keep_last,
+            f"keeps every one of the {count} blocks on the device",
             f"give 0 to {count - 1}",
         )
     if conf.placement is Placement.blocks and not chosen_blocks(conf, count):
         raise BadInput(
-            "strategy.offload.blocks", conf.blocks, f"leaves nothing to offload with keep_last={conf.keep_last}",
+            "strategy.offload.blocks",
+            conf.blocks,
+            f"leaves nothing to offload with keep_last={conf.keep_last}",
             "choose earlier blocks or lower keep_last",
         )
 
@@ -112,7 +118,7 @@ class Offload:
         self._inside: list[int] = []  # indices of the blocks that are running
         self._block_inputs: set[int] = set()  # storages of the running block's arguments
         self._tail = False  # the first of the kept blocks has begun: what follows is needed at once
-        self._packed: dict[int, list[HostCopy]] = {}  # live storage -> its copies
+        self._packed: dict[int, weakref.WeakSet[HostCopy]] = {}  # live storage -> its copies, which graphs own
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -191,7 +197,7 @@ class Offload:
         start, stop = span_bytes(tensor)
         copies = self._packed.get(key)
         if copies is None:
-            copies = self._packed[key] = []
+            copies = self._packed[key] = weakref.WeakSet()
             # Addresses recur once a storage is gone: forget the key with the storage, or another would get its copy.
             weakref.finalize(storage, self._packed.pop, key, None).atexit = False
         itemsize, whole = tensor.element_size(), storage.nbytes()
@@ -206,7 +212,7 @@ class Offload:
         with host_memory():
             host = self._copier.to_host(flat)
         copy = HostCopy(host, start, stop, tensor._version)
-        copies.append(copy)
+        copies.add(copy)
         self.moved.to_host_bytes += stop - start
         return copy
 
