@@ -26,7 +26,7 @@ from sweep.results import Evidence, Outcome, Prediction, TrialResult, write_json
 from sweep.schema import Config, DeviceConf, Dtype, Granularity, Mode, Placement, StrategyConf, plain
 from sweep.strategy import check_blocks, micro_batch_size
 from sweep.verify import verify
-from sweep.workload import build_data, build_model, find_blocks
+from sweep.workload import build_data, build_outline, find_blocks
 
 
 def run_trial(config: Config, name: str, *, progress: Progress = no_progress) -> TrialResult:
@@ -52,6 +52,9 @@ def run_trial(config: Config, name: str, *, progress: Progress = no_progress) ->
 def _run(config: Config, result: TrialResult, progress: Progress) -> None:
     data = build_data(config.workload)
     result.data_version, result.data = data.version, data.describe()
+    outline = build_outline(config.workload)
+    result.parameters = sum(p.numel() for p in outline.parameters())
+    result.blocks = len(find_blocks(outline, config.workload.blocks))
 
     if config.mode is Mode.predict:
         result.prediction = predict(config, data=data)
@@ -156,19 +159,8 @@ def check_trial(config: Config, seen: dict[str, Any]) -> None:
         seen[data_key] = build_data(w)
         seen[data_key].train_batch(0, 1)
     if model_key not in seen:
-        seen[model_key] = _blocks_without_weights(config)
+        seen[model_key] = find_blocks(build_outline(w), w.blocks)
     check_blocks(config.strategy, seen[model_key])
-
-
-def _blocks_without_weights(config: Config) -> Any:
-    try:
-        with torch.device("meta"):
-            model = build_model(config.workload)
-    except BadInput:
-        raise
-    except Exception:  # a model that needs its values to be built
-        model = build_model(config.workload)
-    return find_blocks(model, config.workload.blocks)
 
 
 def _check_dtype(dtype: Dtype, device: torch.device) -> None:

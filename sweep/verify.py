@@ -30,7 +30,7 @@ from sweep.results import MIB, Verification
 from sweep.schema import Config, Dtype, Granularity, StrategyConf, WorkloadConf
 from sweep.step import Phases, run_step
 from sweep.strategy import applied, micro_batch_size
-from sweep.workload import Batch, DataSource, Workload, build_workload
+from sweep.workload import Batch, DataSource, Workload, build_outline, build_workload
 
 #: Largest relative error allowed. fp32: sums in another order. 16-bit: a few units of the last place (2**-8 for bf16,
 #: 2**-11 for fp16), since micro-batches round each partial gradient.
@@ -75,19 +75,8 @@ def _gradients_do_not_fit(config: Config, device: torch.device, capacity_mib: fl
     """Whether parameters and two copies of the gradients exceed the device."""
     if capacity_mib is None:
         return False
-    with torch.device("meta"):
-        try:
-            model = build_workload_model_on_meta(config.workload)
-        except Exception:  # a model that cannot be built without values; then trying decides
-            return False
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    size = sum(p.numel() * p.element_size() for p in build_outline(config.workload).parameters())
     return 3 * size > capacity_mib * MIB
-
-
-def build_workload_model_on_meta(conf: WorkloadConf) -> nn.Module:
-    from sweep.workload import build_model
-
-    return build_model(conf)
 
 
 def _compare(config: Config, device: torch.device, data: DataSource, *, reduced: bool) -> Verification:

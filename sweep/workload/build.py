@@ -122,6 +122,17 @@ def build_model(conf: WorkloadConf, device: torch.device | None = None) -> nn.Mo
     return (model if device is None else model.to(device)).train()
 
 
+def build_outline(conf: WorkloadConf) -> nn.Module:
+    """The model without its weights, on the meta device: names, shapes and blocks. Costs no memory for them."""
+    try:
+        with torch.device("meta"):
+            return build_model(conf)
+    except BadInput:
+        raise
+    except Exception:  # a model whose construction reads values
+        return build_model(conf)
+
+
 def build_loss(conf: WorkloadConf) -> Loss:
     """The loss. A callable without `count` is taken to return the mean over the samples that it was given."""
     loss = _instantiate("workload.loss", conf.loss)
