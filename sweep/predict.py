@@ -1,9 +1,10 @@
 """What a training step would take on a device, without running it.
 
-The workload is built from hollow tensors (sweep.memory.hollow) and two optimizer steps of the real step and strategy code
-run on them, on the CPU, with CUDA's behaviour emulated where it differs (sweep.memory.emulate). The ledger's events are
-then replayed through CUDA's caching allocator, with the device's capacity. The first step creates the optimizer's state;
-the second is what every later one looks like and is what is reported, as a measurement does after its warm-up.
+The workload is built from hollow tensors (sweep.memory.hollow) and two optimizer steps of the real step and strategy
+code run on them, on the CPU, with CUDA's behaviour emulated where it differs (sweep.memory.emulate). The ledger's
+events are then replayed through CUDA's caching allocator, with the device's capacity. The first step creates the
+optimizer's state; the second is what every later one looks like and is what is reported, as a measurement does after
+its warm-up.
 
 Accumulation is cut to two micro-steps: from the second one on, each finds the gradients of the earlier ones in memory.
 FLOPs and bytes moved are scaled back to the whole window.
@@ -29,14 +30,24 @@ from sweep.memory.allocator import CachingAllocator, make_allocator
 from sweep.memory.blocks import DEFAULT_OPTIONS, AllocatorOptions
 from sweep.memory.device import allocator_capacity, cublas_workspace_mib, resolve_device
 from sweep.memory.emulate import NAMES, CublasWorkspaces, cuda_workspaces, emulated_cuda
-from sweep.memory.hollow import CPU, HollowLedger, hollow
+from sweep.memory.hollow import CPU, hollow
+from sweep.memory.hollow_ledger import HollowLedger
 from sweep.results import MIB, Phase, Prediction
 from sweep.schema import Config, DeviceConf, WorkloadConf, plain
 from sweep.step import Phases, run_step
 from sweep.strategy import Applied, applied
 from sweep.strategy import offload as offload_strategy
 from sweep.strategy.copier import CudaCopier, PlainCopier
-from sweep.workload import Batch, DataSource, Loss, Workload, build_data, build_workload
+from sweep.workload import (
+    Batch,
+    DataSource,
+    Loss,
+    Workload,
+    build_data,
+    build_optimizer,
+    build_scheduler,
+    build_workload,
+)
 
 STEPS = 2
 MICRO_STEPS = 2
@@ -59,13 +70,13 @@ def predict(
     """Predict the peak of one optimizer step of `config.workload` under `config.strategy` on `config.device`.
 
     data: the workload's data source, where it has been built already; only the shapes of its batches matter.
-    emulations: "cuda" | "cpu" | "auto" (by the device). On "cpu" nothing is emulated and nothing replayed: the result is
-        what the ledger measures on a CPU, to the byte.
+    emulations: "cuda" | "cpu" | "auto" (by the device). On "cpu" nothing is emulated and nothing replayed: the result
+        is what the ledger measures on a CPU, to the byte.
     allocator: PYTORCH_CUDA_ALLOC_CONF of the run that is predicted.
 
     Raises:
-        CannotPredict: the model reads values, has shapes that depend on values, is compiled, or uses custom operators or
-            sparse gradients; the message names the cause.
+        CannotPredict: the model reads values, has shapes that depend on values, is compiled, or uses custom operators
+            or sparse gradients; the message names the cause.
         BadInput: the strategy does not fit the model.
     """
     started = time.perf_counter()
@@ -73,7 +84,12 @@ def predict(
     on_cuda = device.type == "cuda" if emulations == "auto" else emulations == "cuda"
     data = data if data is not None else build_data(config.workload)
     run = _Run(config, device, on_cuda)
-    run.go(data)
+    try:
+        run.go(data)
+    except RuntimeError as error:
+        if "Cannot access data pointer" in str(error):
+            raise CannotPredict("the model hands a tensor's memory to other code (such as numpy)") from error
+        raise
     prediction = _on_cuda(run, device, allocator) if on_cuda else _on_cpu(run, device)
     prediction.seconds = time.perf_counter() - started
     return prediction
@@ -111,9 +127,7 @@ class _Run:
                 stack.enter_context(_held_sources())
             workload = _fresh_optimizer(workload)
             strategy = stack.enter_context(
-                applied(
-                    self.config.strategy, workload.model, workload.blocks, conf.global_batch_size, phases, CPU
-                )
+                applied(self.config.strategy, workload.model, workload.blocks, conf.global_batch_size, phases, CPU)
             )
             stack.callback(_drop_gradients, workload.model)
             stack.enter_context(ledger)
@@ -157,7 +171,7 @@ class _KnownCount:
         return self._targets
 
 
-# -- the workload, without memory -----------------------------------------------------------------------------------------
+# -- the workload, without memory -----------------------------------------------------------------------------------
 
 
 def _hollow_workload(conf: WorkloadConf, data: DataSource) -> Workload:
@@ -176,8 +190,6 @@ def _hollow_workload(conf: WorkloadConf, data: DataSource) -> Workload:
 
 def _fresh_optimizer(workload: Workload) -> Workload:
     """The workload with optimizer, scheduler and scaler as they are before the first step."""
-    from sweep.workload import build_optimizer, build_scheduler
-
     optimizer = build_optimizer(workload.conf, workload.model)
     scaler = None if workload.scaler is None else torch.amp.GradScaler("cpu")
     return dataclasses.replace(
@@ -188,9 +200,11 @@ def _fresh_optimizer(workload: Workload) -> Workload:
 def _refuse_compiled(model: nn.Module) -> None:
     for name, module in model.named_modules():
         compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-        if compiled or isinstance(module, torch.jit.ScriptModule):
+        if compiled or any(cls.__name__ == "ScriptModule" for cls in type(module).__mro__):
             kind = "compiled" if compiled else "a TorchScript module"
-            raise CannotPredict(f"{name or 'the model'} is {kind}: its kernels and their memory are not known in advance")
+            raise CannotPredict(
+                f"{name or 'the model'} is {kind}: its kernels and their memory are not known in advance"
+            )
 
 
 def _drop_gradients(model: nn.Module) -> None:
@@ -204,7 +218,7 @@ def _hollow_batch(workload: Workload, step: int) -> tuple[Batch, int]:
     return {name: hollow(t.shape, t.dtype, t.stride()) for name, t in real.items()}, workload.loss.count(real)
 
 
-# -- CUDA -----------------------------------------------------------------------------------------------------------------
+# -- CUDA -----------------------------------------------------------------------------------------------------------
 
 
 def _capability(device: DeviceConf) -> tuple[int, int]:
@@ -232,10 +246,14 @@ class _HoldingCopier(PlainCopier):
     release = finish_forward
 
 
+def _holding_copier_for(device: torch.device, *, pin: bool) -> _HoldingCopier:
+    return _HoldingCopier(device)
+
+
 @contextmanager
 def _held_sources() -> Iterator[None]:
     original = offload_strategy.copier_for
-    offload_strategy.copier_for = lambda device, pin: _HoldingCopier(device)  # type: ignore[assignment]
+    offload_strategy.copier_for = _holding_copier_for
     try:
         yield
     finally:
@@ -278,7 +296,7 @@ def _on_cuda(run: _Run, device: DeviceConf, options: AllocatorOptions) -> Predic
     return prediction
 
 
-# -- results --------------------------------------------------------------------------------------------------------------
+# -- results --------------------------------------------------------------------------------------------------------
 
 
 def _on_cpu(run: _Run, device: DeviceConf) -> Prediction:

@@ -158,7 +158,8 @@ def test_linear_by_hand() -> None:
         assert ledger.in_use_bytes == 2 * parameters
     peak = ledger.peak()
     # sum's backward expands dloss (512 bytes, a view of 8 x 300). y is freed after the sum; x is alive (data).
-    # The loss and its gradient, then dW as the product dy^T x; db is summed afterwards and is smaller than nothing else.
+    # The loss and its gradient, then dW as the product dy^T x; db is summed afterwards and is smaller than nothing
+    # else.
     assert at_peak(peak) == {
         "parameter": parameters,
         "input": size(800),
@@ -190,7 +191,8 @@ def test_mlp_activations_and_module_names() -> None:
     assert in_backward == parameters + size(16 * 64) + size(16 * 512) + 512
     assert before == {"1": size(16 * 512), "aten.sum": 512}
     peak = ledger.peak()
-    # The peak is made by the first layer's node, which makes dW and then db: relu's result is gone, its gradient is not.
+    # The peak is made by the first layer's node, which makes dW and then db: relu's result is gone, its gradient is
+    # not.
     assert at_peak(peak)["activation"] == 512 and at_peak(peak)["temporary"] == size(16 * 512) + 512
     assert (peak.phase, peak.operator, peak.module) == ("backward", "aten.sum", "0")
 
@@ -284,7 +286,7 @@ def test_activations_of_earlier_micro_steps_are_not_mistaken() -> None:
 
 
 def test_checkpointing_by_hand() -> None:
-    """Three tanh layers in one checkpoint: forward keeps x and the output alone, backward makes the inner ones again."""
+    """Three tanh layers in one checkpoint: forward keeps x and the output, backward makes the inner ones again."""
     layers = nn.Sequential(*[nn.Sequential(nn.Linear(50, 50, bias=False), nn.Tanh()) for _ in range(3)])
     phases = Phases()
     one = size(40 * 50)

@@ -5,10 +5,10 @@ Each emulation is one named thing with its source, and none is fitted to measure
 
 - attention (`emulate_attention`): the backend that CUDA would choose, and what it saves and allocates
 - autocast (`emulate_autocast`): CUDA's operator lists, and its cache of weights in lower precision
-- dropout: CUDA's fused kernel saves a mask of one byte per element, where the CPU saves a scaled mask of the input's type
-  (Dropout.cpp, is_fused_kernel_acceptable)
-- rms_norm: one kernel that saves the reciprocal root mean squares (layer_norm.cpp, rms_norm_symint); the CPU computes it
-  from several operators, each with a result
+- dropout: CUDA's fused kernel saves a mask of one byte per element, where the CPU saves a scaled mask of the input's
+  type (Dropout.cpp, is_fused_kernel_acceptable)
+- rms_norm: one kernel that saves the reciprocal root mean squares (layer_norm.cpp, rms_norm_symint); the CPU computes
+  it from several operators, each with a result
 - optimizers and gradient clipping: foreach by default, as on CUDA (torch/utils/_foreach_utils.py)
 - scalars made from Python's numbers, such as an optimizer's step counters, live on the host
 - cuBLAS: one workspace per thread that multiplies matrices, forward's and autograd's (CublasHandlePool.cpp)
@@ -21,6 +21,7 @@ Not emulated, since it is not documented or depends on the library's own choice 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -101,7 +102,8 @@ def emulated_cuda(capability: tuple[int, int]) -> Iterator[None]:
     """CPU operators behave as CUDA's do for memory, inside."""
     library = torch.library.Library("aten", "IMPL")
     try:
-        with ExitStack() as stack:
+        with ExitStack() as stack, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")
             library.impl("scaled_dot_product_attention", CudaAttention(capability), "AutogradCPU", allow_override=True)
             library.impl("dropout", _dropout, "AutogradCPU", allow_override=True)
             library.impl("rms_norm", _rms_norm, "AutogradCPU", allow_override=True)
@@ -122,7 +124,9 @@ def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
     return input * torch.zeros((), dtype=input.dtype)
 
 
-def _rms_norm(input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+def _rms_norm(
+    input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
     fused = not input.is_complex() and (weight is None or weight.dtype is input.dtype)
     if fused and not (input.dim() == 4 and input.is_contiguous(memory_format=torch.channels_last)):
         return aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]
@@ -137,10 +141,12 @@ def _never(*_: Any) -> Any:
 
 @contextmanager
 def _foreach_by_default() -> Iterator[None]:
-    utils = torch.utils._foreach_utils
+    utils: Any = sys.modules["torch.utils._foreach_utils"]
     original = utils._get_foreach_kernels_supported_devices
-    changed = lambda: [*original(), "cpu"]  # noqa: E731
-    modules = [m for n, m in list(sys.modules.items()) if n.startswith(("torch.optim", "torch.nn.utils", "torch.utils"))]
+    changed = lambda: [*original(), "cpu"]
+    modules = [
+        m for n, m in list(sys.modules.items()) if n.startswith(("torch.optim", "torch.nn.utils", "torch.utils"))
+    ]
     holders = [m for m in modules if getattr(m, "_get_foreach_kernels_supported_devices", None) is original]
     for holder in holders:
         holder._get_foreach_kernels_supported_devices = changed

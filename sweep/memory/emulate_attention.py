@@ -1,9 +1,9 @@
 """scaled_dot_product_attention as CUDA runs it: which backend is chosen, and what that one saves and allocates.
 
-The choice follows ATen/native/transformers/cuda/sdp_utils.cpp (torch 2.11 to 2.13) for dense inputs: flash where dtype, head
-size, mask and hardware allow, else the memory-efficient kernel, else plain operators (`math`), which store the
-probabilities; on Hopper and data-center Blackwell cuDNN comes first. The chosen kernel's own operator is then called, so
-that autograd saves what it saves on CUDA.
+The choice follows ATen/native/transformers/cuda/sdp_utils.cpp (torch 2.11 to 2.13) for dense inputs: flash where dtype,
+head size, mask and hardware allow, else the memory-efficient kernel, else plain operators (`math`), which store the
+probabilities; on Hopper and data-center Blackwell cuDNN comes first. The chosen kernel's own operator is then called,
+so that autograd saves what it saves on CUDA.
 """
 
 from __future__ import annotations
@@ -72,7 +72,14 @@ def _last_stride_is_1(*tensors: Tensor) -> bool:
 
 
 def _flash_can(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool, grouped: bool, cc: tuple[int, int]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    grouped: bool,
+    cc: tuple[int, int],
 ) -> bool:
     size = q.shape[-1]
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)

@@ -1,9 +1,10 @@
 """Autocast as CUDA does it, on CPU tensors.
 
-Autocast decides by device which operators run in which precision, and CUDA's lists differ from the CPU's: softmax, norms,
-sums and losses run in fp32 there, einsum in lower precision, and cat is left to type promotion. The lists are those of
-ATen/autocast_mode.h (AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE, AT_FORALL_PROMOTE), which
-CUDA registers in full. Operators of lower precision that the CPU lists as well keep torch's own kernels and weight cache.
+Autocast decides by device which operators run in which precision, and CUDA's lists differ from the CPU's: softmax,
+norms, sums and losses run in fp32 there, einsum in lower precision, and cat is left to type promotion. The lists are
+those of ATen/autocast_mode.h (AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE,
+AT_FORALL_PROMOTE), which CUDA registers in full. Operators of lower precision that the CPU lists as well keep torch's
+own kernels and cache.
 """
 
 from __future__ import annotations
@@ -16,28 +17,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
+
+def _names(text: str) -> list[str]:
+    return text.split()
+
+
 #: AT_FORALL_FP32: arguments cast to fp32.
-FP32 = """
-acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
-pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim
-cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss
-smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss
-multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
-_upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d
-upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
-_upsample_bicubic2d_aa
-""".split()
+FP32 = _names(
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar "
+    "pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim "
+    "nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d "
+    "hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss "
+    "multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss "
+    "binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d "
+    "_upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d "
+    "_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d "
+    "upsample_bicubic2d _upsample_bicubic2d_aa"
+)
 #: AT_FORALL_FP32_SET_OPT_DTYPE: the optional dtype becomes fp32; the argument is cast by the operator itself.
-FP32_BY_DTYPE = """
-prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
-linalg_matrix_norm.str_ord sum sum.dim_IntList
-""".split()
+FP32_BY_DTYPE = _names(
+    "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm "
+    "linalg_matrix_norm.str_ord sum sum.dim_IntList"
+)
 #: AT_FORALL_LOWER_PRECISION_FP, less what the CPU lists as well.
-LOWER = """
-einsum mv addmv addr chain_matmul linalg_multi_dot _convolution convolution lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
-""".split()
+LOWER = _names(
+    "einsum mv addmv addr chain_matmul linalg_multi_dot _convolution convolution lstm_cell gru_cell rnn_tanh_cell "
+    "rnn_relu_cell"
+)
 #: AT_FORALL_PROMOTE: floating-point arguments cast to the widest of them.
-PROMOTE = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split()
+PROMOTE = _names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add")
 _BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
@@ -95,7 +103,10 @@ class CudaAutocast:
         return run
 
     def _fp32_by_dtype(self, op: Any) -> Callable[..., Any]:
-        halves = {"aten::softmax": torch.ops.aten._softmax.default, "aten::log_softmax": torch.ops.aten._log_softmax.default}
+        halves = {
+            "aten::softmax": torch.ops.aten._softmax.default,
+            "aten::log_softmax": torch.ops.aten._log_softmax.default,
+        }
         half = halves.get(op._schema.name)
         position = next(i for i, a in enumerate(op._schema.arguments) if a.name == "dtype")
 

@@ -18,8 +18,8 @@ def embedding_backward(args: Any, kwargs: Any, out: Any) -> Iterable[int]:
     """embedding_dense_backward_cuda (Embedding.cu, EmbeddingBackwardKernel.cu).
 
     Up to 3072 indices, gradients are added up directly. Beyond, indices are sorted (two arrays of their size and type
-    beside the sort's own), cut into segments of equal indices and these into parts of 10, and each part is summed in fp32:
-    at most n / 10 + min(n, rows) parts, since the number is not asked of the device.
+    beside the sort's own), cut into segments of equal indices and these into parts of 10, and each part is summed in
+    fp32: at most n / 10 + min(n, rows) parts, since the number is not asked of the device.
     """
     gradient, indices, rows = args[0], args[1], args[2]
     scale_by_frequency = args[4] if len(args) > 4 else kwargs.get("scale_grad_by_freq", False)

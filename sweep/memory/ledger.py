@@ -1,4 +1,4 @@
-"""The memory ledger: every tensor storage from its first appearance to its end, with category, phase, operator and module.
+"""The memory ledger: every tensor storage from first appearance to end, with category, phase, operator and module.
 
     ledger = Ledger(capacity_bytes=None, device_type="cpu")
     with ledger, phases.listening(ledger):
@@ -8,13 +8,14 @@
         run_step(...)
     peak = ledger.peak()                    # results.Peak: peak, phase, operator, module, what was alive there
 
-It works on real CPU tensors, on fake ones (torch's FakeTensorMode on the `cpu` device; enter that mode first, the ledger
-inside) with the same numbers to the byte, and with `device_type="cuda"` on CUDA tensors.
+It works on real CPU tensors, on fake ones (torch's FakeTensorMode on the `cpu` device; enter that mode first, the
+ledger inside) with the same numbers to the byte, and with `device_type="cuda"` on CUDA tensors.
 
 What it sees: each storage that an operator returns for the first time while the ledger is entered, and what `track` is
-given. Tensors made earlier and not tracked are not counted, nor are views or in-place results of them. Memory that a kernel
-takes and gives back inside one operator is not visible (on a CPU it is not the device's; for CUDA see the emulations).
-A storage's end is seen whenever it comes, between operators too. Bytes are the storage's, rounded up to 512.
+given. Tensors made earlier and not tracked are not counted, nor are views or in-place results of them. Memory that a
+kernel takes and gives back inside one operator is not visible (on a CPU it is not the device's; for CUDA see the
+emulations). A storage's end is seen whenever it comes, between operators too. Bytes are the storage's, rounded up to
+512.
 
 Categories: `parameter`, `buffer` (tracked), `input` (allocated in the data phase), `activation` (allocated in a forward
 phase and still there when the backward phase of its micro-step begins), `gradient` (held by a tracked parameter's .grad
@@ -25,10 +26,8 @@ only later, an allocation's category may change until `peak()` is called.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -36,31 +35,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sweep.errors import DeviceOutOfMemory
+from sweep.memory.host import host, host_memory
 from sweep.memory.ledger_log import NO_NODE, Event, Log, round_up
+from sweep.memory.ledger_modules import ModuleNames
 from sweep.memory.ledger_ops import Effect, Op, describe
+from sweep.memory.ledger_tensors import storages_in, strided, tensors_in
 from sweep.results import MIB, Category, Peak, Phase
 
 __all__ = ["Event", "Ledger", "host_memory"]
 
 #: Bytes that a kernel takes inside of one operator: f(args, kwargs, result) -> sizes, all alive together.
 Workspace = Callable[[tuple[Any, ...], dict[str, Any], Any], Iterable[int]]
-
-
-class _Host(threading.local):
-    depth = 0
-
-
-_host = _Host()
-
-
-@contextmanager
-def host_memory() -> Iterator[None]:
-    """What this thread allocates in here are host copies: not counted on the device, their peak reported beside it."""
-    _host.depth += 1
-    try:
-        yield
-    finally:
-        _host.depth -= 1
 
 
 class _Storage(weakref.ref):
@@ -95,8 +80,8 @@ class Ledger(TorchDispatchMode):
         self._count_python_data = count_python_data
         self._ops: dict[Any, Op] = {}
         self._tracked: list[tuple[nn.Module, torch.optim.Optimizer | None]] = []
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._modules: list[str] = []  # qualified names of the modules that are running, innermost last
+        self._names = ModuleNames(self.log.mark_node)
+        self._modules = self._names.stack
         self._phases: list[str] = []
         self._phase = ""
         self._in_data = self._in_forward = self._in_backward = False
@@ -111,7 +96,7 @@ class Ledger(TorchDispatchMode):
 
         self._died = died
 
-    # -- results --------------------------------------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------------------------
 
     def peak(self) -> Peak:
         """The highest point since the start or the last `reset_peak`, and what was alive there."""
@@ -153,7 +138,7 @@ class Ledger(TorchDispatchMode):
         """Peaks (of phases and of the host, too) start again from what is in use now."""
         self.log.reset_peak()
 
-    # -- allocations that no operator shows -----------------------------------------------------------------------------
+    # -- allocations that no operator shows --------------------------------------------------------------------------
 
     def allocate(
         self, nbytes: int, operator: str, category: Category = Category.temporary, module: str | None = None
@@ -167,20 +152,21 @@ class Ledger(TorchDispatchMode):
     def free(self, id: int) -> None:
         self.log.end(id)
 
-    # -- what is tracked ------------------------------------------------------------------------------------------------
+    # -- what is tracked ---------------------------------------------------------------------------------------------
 
     def track(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Count the model's parameters and buffers and the optimizer's state, each storage once, and know their names."""
+        """Count the model's parameters and buffers and the optimizer's state, each storage once, and know their names.
+
+        What is not known yet is taken to have come in the order of `model.to(device)`: inner modules first.
+        """
         self._tracked.append((model, optimizer))
-        for name, parameter in model.named_parameters():
-            self._claim(parameter, Category.parameter, name)
-        for name, buffer in model.named_buffers():
-            self._claim(buffer, Category.buffer, name)
+        for name, tensor, category in _in_order_of_to(model):
+            self._claim(tensor, category, name)
         self._claim_gradients(model)
         if optimizer is not None:
             self._claim_state(model, optimizer)
         if self._entered:
-            self._hook(model)
+            self._names.install(model)
 
     def _claim(self, tensor: Tensor, category: Category, name: str) -> None:
         """Give a storage its category and name; count it if it is not known yet."""
@@ -204,22 +190,22 @@ class Ledger(TorchDispatchMode):
             gradient = parameter.grad
             if gradient is None:
                 continue
-            for part in _strided(gradient):
+            for part in strided(gradient):
                 self._claim(part, Category.gradient, name)
 
     def _claim_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         for parameter, state in optimizer.state.items():
-            for tensor in _tensors(state):
+            for tensor in tensors_in(state):
                 self._claim(tensor, Category.optimizer_state, names.get(parameter, ""))
 
-    # -- entering, leaving, modules ---------------------------------------------------------------------------------------
+    # -- entering, leaving, modules ----------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         self._entered += 1
         if self._entered == 1:
             for model, _ in self._tracked:
-                self._hook(model)
+                self._names.install(model)
         super().__enter__()
         return self
 
@@ -227,38 +213,9 @@ class Ledger(TorchDispatchMode):
         super().__exit__(*error)
         self._entered -= 1
         if not self._entered:
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks.clear()
-            self._modules.clear()
+            self._names.remove()
 
-    def _hook(self, model: nn.Module) -> None:
-        for name, module in model.named_modules():
-            if name:
-                self._hooks.append(module.register_forward_pre_hook(self._opener(name)))
-                self._hooks.append(module.register_forward_hook(self._closer(name), always_call=True))
-
-    def _opener(self, name: str) -> Callable[..., None]:
-        def open_module(*_: Any) -> None:
-            self._modules.append(name)
-            if not self._in_backward:
-                self.log.mark_node(torch.autograd._get_sequence_nr(), name)
-
-        return open_module
-
-    def _closer(self, name: str) -> Callable[..., None]:
-        def close_module(*_: Any) -> None:
-            modules = self._modules
-            # Recomputation stops early by an exception, which may skip the end of inner modules.
-            while modules and modules.pop() != name:
-                pass
-            if not self._in_backward:
-                outer = modules[-1] if modules else ""
-                self.log.mark_node(torch.autograd._get_sequence_nr(), outer)
-
-        return close_module
-
-    # -- phases -----------------------------------------------------------------------------------------------------------
+    # -- phases ------------------------------------------------------------------------------------------------------
 
     def enter_phase(self, phase: str) -> None:
         if phase == Phase.forward and not self._phases:
@@ -286,7 +243,7 @@ class Ledger(TorchDispatchMode):
     def _switch(self) -> None:
         self._phase = self._phases[-1] if self._phases else ""
         self._in_data = self._phase == Phase.data
-        self._in_backward = Phase.backward in self._phases
+        self._in_backward = self._names.paused = Phase.backward in self._phases
         self._in_forward = Phase.forward in self._phases and not self._in_backward
         self.log.switch_phase(self._phase)
 
@@ -296,7 +253,7 @@ class Ledger(TorchDispatchMode):
             if log.forward[id] and log.micro_step[id] == self._micro_step and log.category[id] is Category.temporary:
                 log.category[id] = Category.activation
 
-    # -- operators --------------------------------------------------------------------------------------------------------
+    # -- operators ---------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         op = self._ops.get(func)
@@ -333,7 +290,7 @@ class Ledger(TorchDispatchMode):
             storage = tensor.untyped_storage()
         except (NotImplementedError, AttributeError, RuntimeError):  # no tensor, or one without a storage
             if isinstance(tensor, Tensor):
-                for part in _strided(tensor):
+                for part in strided(tensor):
                     self._see(part, operator)
             return
         if storage._cdata in self._live:
@@ -341,7 +298,7 @@ class Ledger(TorchDispatchMode):
         nbytes = storage.nbytes()
         if nbytes == 0:
             return
-        if _host.depth and tensor.device.type == "cpu":
+        if host.depth and tensor.device.type == "cpu":
             self._watch(storage, nbytes, Category.host, operator)
         elif tensor.device.type == self.device_type:
             category = Category.input if self._in_data else Category.temporary
@@ -390,9 +347,9 @@ class Ledger(TorchDispatchMode):
 
     def _resizing(self, op: Op, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator that may give an existing tensor a larger or another storage."""
-        before = {s._cdata: s.nbytes() for s in _storages((args, tuple(kwargs.values())))}
+        before = {s._cdata: s.nbytes() for s in storages_in((args, tuple(kwargs.values())))}
         out = func(*args, **kwargs)
-        for storage in _storages(out):
+        for storage in storages_in(out):
             key, nbytes = storage._cdata, storage.nbytes()
             if before.get(key) == nbytes:
                 continue
@@ -405,32 +362,12 @@ class Ledger(TorchDispatchMode):
         return out
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield from _strided(value)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _strided(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors with a storage that a tensor consists of: itself, or a sparse tensor's indices and values."""
-    if tensor.layout is torch.strided:
-        yield tensor
-    elif tensor.layout is torch.sparse_coo:
-        yield tensor._indices()
-        yield tensor._values()
-
-
-def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
-    if isinstance(value, torch.UntypedStorage):
-        yield value
-    elif isinstance(value, Tensor):
-        for tensor in _strided(value):
-            yield tensor.untyped_storage()
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _storages(item)
+def _in_order_of_to(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor, Category]]:
+    for name, child in model.named_children():
+        yield from _in_order_of_to(child, f"{prefix}{name}.")
+    for name, parameter in model._parameters.items():
+        if parameter is not None:
+            yield prefix + name, parameter, Category.parameter
+    for name, buffer in model._buffers.items():
+        if buffer is not None:
+            yield prefix + name, buffer, Category.buffer

@@ -1,7 +1,7 @@
 """The ledger's event log: what was allocated and freed in which order, and the report of the peak made from it.
 
-An allocation is a number, `id`, counted from 0; lists indexed by it hold what is known of it. What an allocation was for
-is often known only later (a tensor is an activation once the backward pass begins and it is still there), so the
+An allocation is a number, `id`, counted from 0; lists indexed by it hold what is known of it. What an allocation was
+for is often known only later (a tensor is an activation once the backward pass begins and it is still there), so the
 category of an id may change until the report is made. Order is kept as one list of integers: `id` for an allocation,
 `~id` for its end. Recording costs well under a microsecond; everything else waits for the report.
 """
@@ -68,7 +68,7 @@ class Log:
         self.node_starts: list[int] = []
         self.node_modules: list[str] = []
 
-    # -- recording ------------------------------------------------------------------------------------------------------
+    # -- recording ---------------------------------------------------------------------------------------------------
 
     def add(
         self,
@@ -140,7 +140,7 @@ class Log:
             starts.append(sequence_number)
             self.node_modules.append(module)
 
-    # -- reporting ------------------------------------------------------------------------------------------------------
+    # -- reporting ---------------------------------------------------------------------------------------------------
 
     def module_of(self, id: int) -> str:
         """The module that ran, or, in a backward pass, the one whose forward made the node that ran."""

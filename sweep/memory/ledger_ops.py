@@ -37,7 +37,8 @@ class Op:
 _VIEWS = {"aten::_unsafe_view", "aten::lift"}
 #: Factories whose values follow from their arguments.
 _KNOWN_VALUES = {
-    f"aten::{name}" for name in "arange zeros ones full linspace scalar_tensor eye tril_indices triu_indices".split()
+    f"aten::{name}"
+    for name in ["arange", "zeros", "ones", "full", "linspace", "scalar_tensor", "eye", "tril_indices", "triu_indices"]
 }
 _RESIZING = ("aten::resize", "aten::set_", "aten::_resize_output")
 
@@ -57,10 +58,19 @@ def describe(func: Any, workspace: Callable[[Any, Any, Any], Iterable[int]] | No
     if schema.name == "aten::lift_fresh":
         return Op(name, Effect.python_data, None, workspace)
     if schema.name.startswith(_RESIZING) or any(a.is_out for a in arguments):
-        return Op(name, Effect.resizes, None, workspace, written)
+        return Op(name, Effect.resizes, None, workspace, written, None, names)
     if fresh and schema.name not in _VIEWS:
         one = len(returns) == 1 and str(returns[0].type) == "Tensor"
-        return Op(name, Effect.one_new if one else Effect.new, all_fresh, workspace, written, None, names, known=schema.name in _KNOWN_VALUES)
+        return Op(
+            name,
+            Effect.one_new if one else Effect.new,
+            all_fresh,
+            workspace,
+            written,
+            None,
+            names,
+            known=schema.name in _KNOWN_VALUES,
+        )
     if torch.Tag.inplace_view in getattr(func, "tags", ()):
         return Op(name, Effect.view, None, workspace)
     if written:
@@ -68,6 +78,6 @@ def describe(func: Any, workspace: Callable[[Any, Any, Any], Iterable[int]] | No
         aliases = [r.alias_info.before_set for r in returns if r.alias_info is not None]
         returned = tuple(next(i for i in written if sets[i] == alias) for alias in aliases)
         return Op(name, Effect.mutates, None, workspace, written, returned or None, names)
-    if returns and all(r.alias_info is not None for r in returns) or schema.name in _VIEWS:
+    if (returns and all(r.alias_info is not None for r in returns)) or schema.name in _VIEWS:
         return Op(name, Effect.view, None, workspace)
     return Op(name, Effect.none, None, workspace)

@@ -1,0 +1,143 @@
+"""What operators return, without running them: asked of torch's FakeTensorMode once, then remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+
+from sweep.errors import CannotPredict
+from sweep.memory.ledger_log import round_up
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one resulting tensor looks like. `stride` and `offset` in elements."""
+
+    nbytes: int  # of the storage
+    rounded: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    same_storage_as: int = -1  # position of an earlier result with the same storage
+
+
+#: The results of an operator: a Result in place of each tensor, in lists and tuples as they are returned.
+Form = Any
+
+
+class Forms:
+    """Forms by operator and arguments. `known` may be shared: a form depends on nothing else."""
+
+    def __init__(self, known: dict[Any, Form] | None = None) -> None:
+        self.known: dict[Any, Form] = {} if known is None else known
+        self._fake = FakeTensorMode()
+
+    def ask(self, name: str, func: Any, args: Any, kwargs: Any) -> Form:
+        """What FakeTensorMode says. Raises CannotPredict where the answer depends on values."""
+        try:
+            with self._fake:
+                out = func(*_fake(args), **{key: _fake(value) for key, value in kwargs.items()})
+            return _form(out, {}, [])
+        except (DataDependentOutputException, DynamicOutputShapeException, _DependsOnValues) as error:
+            raise CannotPredict(f"{name} depends on values, which are not there") from error
+        except UnsupportedOperatorException as error:
+            raise CannotPredict(f"torch cannot say what {name} returns") from error
+        except _Sparse as error:
+            raise CannotPredict(f"{name} returns a sparse tensor") from error
+
+
+class _DependsOnValues(Exception):
+    pass
+
+
+class _Sparse(Exception):
+    pass
+
+
+def _fake(item: Any) -> Any:
+    """Like `item`, with fake tensors in place of tensors. To be called inside of a FakeTensorMode."""
+    if isinstance(item, Tensor):
+        return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype)
+    if isinstance(item, (list, tuple)):
+        return type(item)(map(_fake, item))
+    return item
+
+
+def _form(item: Any, seen: dict[int, int], made: list[None]) -> Form:
+    if isinstance(item, Tensor):
+        if item.layout is not torch.strided:
+            raise _Sparse
+        storage = item.untyped_storage()
+        nbytes, offset = storage.nbytes(), item.storage_offset()
+        if not isinstance(nbytes, int) or not isinstance(offset, int):
+            raise _DependsOnValues
+        first = seen.setdefault(storage._cdata, len(made))
+        earlier = first if first < len(made) else -1
+        made.append(None)
+        return Result(nbytes, round_up(nbytes), tuple(item.shape), tuple(item.stride()), item.dtype, offset, earlier)
+    if isinstance(item, (list, tuple)):
+        return type(item)(_form(i, seen, made) for i in item)
+    if isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise _DependsOnValues
+    return item
+
+
+def results_of(form: Form) -> Iterator[Result]:
+    if isinstance(form, Result):
+        yield form
+    elif isinstance(form, (list, tuple)):
+        for item in form:
+            yield from results_of(item)
+
+
+def shapes_of(form: Form) -> Any:
+    """The form with tensors on torch's meta device: what torch's FLOP formulas take."""
+    if isinstance(form, Result):
+        return torch.empty(form.shape, device="meta")
+    if isinstance(form, (list, tuple)):
+        return type(form)(shapes_of(item) for item in form)
+    return form
+
+
+def key_of(func: Any, args: Any, kwargs: Any) -> Any:
+    """What a form depends on. Values of floating-point numbers matter only where no tensor is given (arange)."""
+    key: list[Any] = [func]
+    tensors = _add_to_key(args, key)
+    if kwargs:
+        for name, value in kwargs.items():
+            key.append(name)
+            tensors |= _add_to_key((value,), key)
+    if not tensors:
+        key.append(repr((args, kwargs)))
+    return tuple(key)
+
+
+def _add_to_key(items: Any, key: list[Any]) -> bool:
+    """Append what describes `items`. Returns whether a tensor is among them."""
+    tensors = False
+    for item in items:
+        kind = type(item)
+        if isinstance(item, Tensor):
+            key += (item.shape, item.stride(), item.dtype)
+            tensors = True
+        elif kind is float:
+            key.append(float)
+        elif kind is list or kind is tuple:
+            key.append(len(item))
+            tensors |= _add_to_key(item, key)
+        elif item is None or kind is torch.Generator:
+            key.append(None)
+        else:
+            key += (kind, item)
+    return tensors
