@@ -198,8 +198,10 @@ def judge(
     ]
     if rng_equal is False:
         wrong.append("the random state after the step differs")
-    if actual.updates != expected.updates or actual.scheduler_steps != expected.scheduler_steps:
+    if actual.updates != expected.updates:
         wrong.append(f"{actual.updates} optimizer steps instead of {expected.updates}")
+    if actual.scheduler_steps != expected.scheduler_steps:
+        wrong.append(f"{actual.scheduler_steps} scheduler steps instead of {expected.scheduler_steps}")
     finite = [e for e in errors.values() if math.isfinite(e)]
     reason = "; ".join(wrong)
     if wrong and actual.batch_dependent and not dropout:
