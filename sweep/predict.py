@@ -34,7 +34,7 @@ from sweep.memory.hollow import CPU, hollow
 from sweep.memory.hollow_ledger import HollowLedger
 from sweep.results import MIB, Phase, Prediction
 from sweep.schema import Config, DeviceConf, WorkloadConf, plain
-from sweep.step import Phases, run_step
+from sweep.step import Phases, accumulate_gradients, run_step, split
 from sweep.strategy import Applied, applied
 from sweep.strategy import offload as offload_strategy
 from sweep.strategy.copier import CudaCopier, PlainCopier
@@ -47,6 +47,7 @@ from sweep.workload import (
     build_optimizer,
     build_scheduler,
     build_workload,
+    to_device,
 )
 
 STEPS = 2
@@ -66,6 +67,9 @@ def predict(
     *,
     emulations: str = "auto",
     allocator: AllocatorOptions = DEFAULT_OPTIONS,
+    steps: int = STEPS,
+    what: str = "train",
+    eval_batches: int = 0,
 ) -> Prediction:
     """Predict the peak of one optimizer step of `config.workload` under `config.strategy` on `config.device`.
 
@@ -73,6 +77,9 @@ def predict(
     emulations: "cuda" | "cpu" | "auto" (by the device). On "cpu" nothing is emulated and nothing replayed: the result
         is what the ledger measures on a CPU, to the byte.
     allocator: PYTORCH_CUDA_ALLOC_CONF of the run that is predicted.
+    steps: how many are run; the peak is that of the last one.
+    what: "train" | "forward_backward" (no optimizer) | "forward" (the model alone, under no_grad).
+    eval_batches: evaluations of a micro-batch at the end of each step, under no_grad, while the gradients are there.
 
     Raises:
         CannotPredict: the model reads values, has shapes that depend on values, is compiled, or uses custom operators
@@ -85,7 +92,7 @@ def predict(
     data = data if data is not None else build_data(config.workload)
     run = _Run(config, device, on_cuda)
     try:
-        run.go(data)
+        run.go(data, steps, what, eval_batches)
     except RuntimeError as error:
         if "Cannot access data pointer" in str(error):
             raise CannotPredict("the model hands a tensor's memory to other code (such as numpy)") from error
@@ -117,10 +124,10 @@ class _Run:
         self.flops: dict[str, float] = {}  # of the last step, by phase
         self.scale = 1.0  # whole window over what was run
 
-    def go(self, data: DataSource) -> None:
+    def go(self, data: DataSource, steps: int, what: str, eval_batches: int) -> None:
         conf, ledger, phases = self.config.workload, self.ledger, Phases()
         workload = _hollow_workload(conf, data)
-        steps = [_hollow_batch(workload, step) for step in range(STEPS)]
+        batches = [_hollow_batch(workload, step) for step in range(steps)]
         with ExitStack() as stack:
             if self.on_cuda:
                 stack.enter_context(emulated_cuda(self.capability))
@@ -133,29 +140,60 @@ class _Run:
             stack.enter_context(ledger)
             stack.enter_context(phases.listening(ledger))
             ledger.track(workload.model, workload.optimizer)
-            for batch, targets in steps:
-                self.first_peak = ledger.peak_bytes
+            for batch, targets in batches:
+                self.first_peak = max(self.first_peak, ledger.peak_bytes)
                 self.mark = len(ledger.log.order)
                 ledger.reset_peak()
                 ledger.flops.clear()
                 strategy.moved.reset()
-                _step(workload, batch, targets, phases, strategy)
-            strategy.require_moved()
+                loop = dataclasses.replace(workload, loss=_KnownCount(workload.loss, targets))
+                _WHAT[what](loop, batch, phases, strategy)
+                for _ in range(eval_batches):
+                    _evaluate(loop, batch, phases, strategy)
+            if what != "forward":
+                strategy.require_moved()
         self.to_host, self.from_host = strategy.moved.to_host_bytes, strategy.moved.from_host_bytes
         self.flops = dict(ledger.flops)
         samples = min(conf.global_batch_size, strategy.micro_batch_size * MICRO_STEPS)
         self.scale = conf.global_batch_size / samples
 
 
-def _step(workload: Workload, batch: Batch, targets: int, phases: Phases, strategy: Applied) -> None:
+def _train(workload: Workload, batch: Batch, phases: Phases, strategy: Applied) -> None:
     run_step(
-        dataclasses.replace(workload, loss=_KnownCount(workload.loss, targets)),
+        workload,
         batch,
         phases,
         micro_batch_size=strategy.micro_batch_size,
         around_forward=strategy.around_forward,
         max_micro_steps=MICRO_STEPS,
     )
+
+
+def _forward_backward(workload: Workload, batch: Batch, phases: Phases, strategy: Applied) -> None:
+    workload.optimizer.zero_grad(set_to_none=True)
+    parts = list(split(batch, strategy.micro_batch_size))[:MICRO_STEPS]
+    accumulate_gradients(workload, parts, workload.loss.count(batch), phases, strategy.around_forward)
+
+
+def _forward(workload: Workload, batch: Batch, phases: Phases, strategy: Applied) -> None:
+    for part in list(split(batch, strategy.micro_batch_size))[:MICRO_STEPS]:
+        with phases(Phase.data):
+            inputs = to_device(part, workload.device)
+        with phases(Phase.forward), torch.no_grad(), workload.autocast():
+            workload.model(inputs["inputs"])
+
+
+def _evaluate(workload: Workload, batch: Batch, phases: Phases, strategy: Applied) -> None:
+    workload.model.eval()
+    part = next(split(batch, strategy.micro_batch_size))
+    with phases(Phase.data):
+        inputs = to_device(part, workload.device)
+    with phases(Phase.forward), torch.no_grad(), workload.autocast():
+        workload.loss(workload.model, inputs)
+    workload.model.train()
+
+
+_WHAT = {"train": _train, "forward_backward": _forward_backward, "forward": _forward}
 
 
 class _KnownCount:

@@ -147,7 +147,7 @@ def _foreach_by_default() -> Iterator[None]:
     modules = [
         m for n, m in list(sys.modules.items()) if n.startswith(("torch.optim", "torch.nn.utils", "torch.utils"))
     ]
-    holders = [m for m in modules if getattr(m, "_get_foreach_kernels_supported_devices", None) is original]
+    holders: list[Any] = [m for m in modules if getattr(m, "_get_foreach_kernels_supported_devices", None) is original]
     for holder in holders:
         holder._get_foreach_kernels_supported_devices = changed
     try:
