@@ -90,6 +90,7 @@ def ledger_pass(
     capacity = None if capacity_mib is None else int(capacity_mib * MIB)
     workload = build_workload(config.workload, device, data)
     torch.manual_seed(config.workload.seed + 1)
+    batches = [workload.train_batch(step) for step in range(LEDGER_STEPS)]  # host memory: the ledger must not see it
     ledger = Ledger(capacity_bytes=capacity, device_type=device.type)
     with ExitStack() as stack:
         strategy = stack.enter_context(
@@ -98,8 +99,7 @@ def ledger_pass(
         stack.enter_context(ledger)
         stack.enter_context(phases.listening(ledger))
         ledger.track(workload.model, workload.optimizer)
-        for step in range(LEDGER_STEPS):
-            batch = workload.train_batch(step)
+        for batch in batches:
             ledger.reset_peak()
             run_step(
                 workload,
