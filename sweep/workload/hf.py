@@ -49,12 +49,39 @@ def causal_lm(config: Mapping[str, Any] | str, attention: Any = "sdpa") -> nn.Mo
         settings = transformers.AutoConfig.for_model(kind, **values)
     except (ValueError, KeyError, TypeError) as error:
         raise BadInput(KEY, kind, f"is no model of transformers {transformers.__version__}", _hint(error)) from error
+    implementation = str(getattr(attention, "value", attention))
     try:
-        return transformers.AutoModelForCausalLM.from_config(
-            settings, attn_implementation=str(getattr(attention, "value", attention))
-        )
+        model = transformers.AutoModelForCausalLM.from_config(settings, attn_implementation=implementation)
     except (ValueError, KeyError, TypeError, AssertionError, ZeroDivisionError) as error:
         raise BadInput(KEY, kind, "cannot be built from these values", _hint(error)) from error
+    return _without_packing(model)
+
+
+def _without_packing(model: nn.Module) -> nn.Module:
+    """Keep transformers from looking for several sequences packed into one, which this project's samples never are.
+
+    Versions 4.53 to 4.57 build a mask of S x S for it, which keeps the fused attention kernels away; later ones read a
+    value, which makes the device wait and cannot be predicted.
+    """
+    from transformers import masking_utils
+
+    original = getattr(masking_utils, "find_packed_sequence_indices", None)
+    if original is None:
+        return model
+
+    def switch_off(*_: Any) -> None:
+        masking_utils.find_packed_sequence_indices = _none
+
+    def switch_on(*_: Any) -> None:
+        masking_utils.find_packed_sequence_indices = original
+
+    model.register_forward_pre_hook(switch_off)
+    model.register_forward_hook(switch_on, always_call=True)
+    return model
+
+
+def _none(*_: Any, **__: Any) -> None:
+    return None
 
 
 def _read(path: str) -> dict[str, Any]:
