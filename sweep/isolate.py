@@ -48,6 +48,8 @@ def run_isolated(config: Config, name: str, folder: Path, *, progress: Progress 
             bad_input = _follow(child, progress, started + config.measure.timeout_s + STARTUP_S)
         except subprocess.TimeoutExpired:
             _kill(child)
+            if (folder / "result.json").is_file():  # the trial was done, only its process did not end
+                return read_trial(folder / "result.json")
             return _failure(
                 config, name, folder, started, Outcome.timeout,
                 f"measure.timeout_s={config.measure.timeout_s:g}: the trial did not end in time and was killed",
