@@ -157,23 +157,19 @@ class StatefulModel(nn.Module):
 
 
 class Ending(TupleModel):
-    """A model whose forward ends the process, or never ends. `how`: exit | kill | sleep | print."""
+    """A model whose forward ends its process, or never ends. `how`: exit | kill | sleep."""
 
-    def __init__(self, how: str, **kwargs: int) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, how: str) -> None:
+        super().__init__()
         self.how = how
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        if tokens.device.type != "meta" and type(tokens) is Tensor:  # not while it is only looked at
-            if self.how == "exit":
-                print("last words", file=sys.stderr, flush=True)
-                os._exit(7)
-            if self.how == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if self.how == "sleep":
-                time.sleep(600)
-            if self.how == "print":
-                print('{"progress": "not ours"}')
+        print("last words", file=sys.stderr, flush=True)
+        if self.how == "exit":
+            os._exit(7)
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
         return super().forward(tokens)
 
 

@@ -207,7 +207,8 @@ def test_a_loss_without_count_is_the_mean_over_samples() -> None:
     assert whole.loss.count(batch) == 8
     expected = nn.functional.mse_loss(whole.model(batch["inputs"]), batch["targets"][:, None].float().expand(-1, 10))
     for w, size in ((whole, None), (split_up, 3)):
-        assert run_step(w, batch, Phases(), micro_batch_size=size).loss.item() == pytest.approx(expected.item(), rel=1e-5)
+        loss = run_step(w, batch, Phases(), micro_batch_size=size).loss
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     for a, b in zip(whole.model.parameters(), split_up.model.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
 

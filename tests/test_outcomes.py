@@ -29,7 +29,7 @@ DEVICE: list[BaseException] = [
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 11.76 GiB of which 1.12 GiB is "
         "free. Including non-PyTorch memory, this process has 10.63 GiB memory in use. Of the allocated memory "
         "9.79 GiB is allocated by PyTorch, and 520.13 MiB is reserved by PyTorch but unallocated. If reserved but "
-        "unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+        "unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
     ),
     torch.OutOfMemoryError("Allocation on device 0 would exceed allowed memory. (out of memory)"),
     RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB"),
