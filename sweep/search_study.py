@@ -1,0 +1,215 @@
+"""Opening a study: where it is kept, whether it asks the same as before, and what a killed command left in it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import socket
+import sqlite3
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import optuna
+import psutil
+from filelock import FileLock
+from omegaconf import DictConfig, OmegaConf
+from optuna.storages import BaseStorage, InMemoryStorage, RDBStorage
+from optuna.trial import FrozenTrial, TrialState
+
+from sweep.errors import BadInput
+from sweep.search_record import JOB
+from sweep.search_space import Space
+
+KEY = "hydra.sweeper.storage"
+AUTO = "auto"
+#: Tables that only MLflow makes.
+_MLFLOW_TABLES = {"experiments", "runs", "latest_metrics"}
+#: How long a writer waits for another one.
+_BUSY_TIMEOUT_S = 60
+#: User attributes of a study: its search space, and a digest of what is fixed, key by key.
+SPACE, FIXED = "search_space", "fixed_digests"
+
+
+def open_storage(conf: Any, root: Path, working_folder: Path) -> BaseStorage:
+    """The storage of `hydra.sweeper.storage`: "auto" (root/mlruns/optuna.db), null (in memory), a URL or a `_target_`.
+
+    Raises BadInput for a database that is MLflow's, no database, not writable or of another Optuna version.
+    """
+    if conf is None:
+        return InMemoryStorage()
+    if isinstance(conf, DictConfig):
+        from hydra.utils import instantiate
+
+        return instantiate(conf, _convert_="all")
+    url = f"sqlite:///{root / 'mlruns' / 'optuna.db'}" if conf == AUTO else str(conf)
+    if not url.startswith("sqlite:///") or ":memory:" in url:
+        return optuna.storages.get_storage(url)
+    file = (working_folder / url.removeprefix("sqlite:///").partition("?")[0]).resolve()
+    _check_file(file, url)
+    try:
+        # Several sweeps that make a fresh database at the same time would break each other.
+        with FileLock(f"{file}.lock"):
+            return RDBStorage(f"sqlite:///{file}", engine_kwargs={"connect_args": {"timeout": _BUSY_TIMEOUT_S}})
+    except Exception as error:
+        first = str(error).strip().splitlines()[0]
+        raise BadInput(KEY, url, f"cannot be used ({first})", "give another file, or move this one away") from error
+
+
+def _check_file(file: Path, url: str) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(KEY, url, f"its folder cannot be made ({error.strerror})", "give another file") from error
+    target = file if file.exists() else file.parent
+    if not os.access(target, os.W_OK):
+        raise BadInput(KEY, url, f"{target.name} cannot be written", "give another file or make it writable")
+    if not file.exists() or file.stat().st_size == 0:
+        return
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as connection:
+            tables = {row[0] for row in connection.execute("select name from sqlite_master where type='table'")}
+    except sqlite3.DatabaseError as error:
+        raise BadInput(KEY, url, f"is no SQLite database ({error})", "give another file") from error
+    if tables & _MLFLOW_TABLES and "studies" not in tables:
+        raise BadInput(KEY, url, "is MLflow's database, which Optuna would break", "give a file of its own")
+
+
+def fixed_digests(config: DictConfig, searched: Sequence[str]) -> dict[str, str]:
+    """A short digest per key of all that is not searched: tells what changed without storing any value."""
+    plain = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(plain, dict)
+    flat = _flat(plain, "")
+    return {k: digest_of(v) for k, v in sorted(flat.items()) if k not in searched}
+
+
+def _flat(node: Mapping[Any, Any], prefix: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in node.items():
+        name = f"{prefix}{key}"
+        found |= _flat(value, name + ".") if isinstance(value, Mapping) and value else {name: value}
+    return found
+
+
+def digest_of(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+def default_name(app: str, fixed: Mapping[str, str], space: Space) -> str:
+    """Equal for commands that ask the same question: the same fixed config and the same searched keys."""
+    return f"{app}-{digest_of([fixed, sorted(space.parameters), space.extend_name])}"
+
+
+def free_name(storage: BaseStorage, name: str) -> str:
+    """The name, or name-2, name-3, ... where there is such a study already."""
+    taken = set(optuna.get_all_study_names(storage))
+    return next(n for n in itertools.chain([name], (f"{name}-{i}" for i in itertools.count(2))) if n not in taken)
+
+
+def open_study(
+    storage: BaseStorage,
+    name: str,
+    space: Space,
+    directions: Sequence[str],
+    fixed: Mapping[str, str],
+    say: Callable[[str], None] = print,
+) -> optuna.Study:
+    """The study of this name, made if there is none.
+
+    Raises BadInput, before anything is asked, where it was begun with another space or direction.
+    """
+    if name not in optuna.get_all_study_names(storage):
+        wanted = [optuna.study.StudyDirection[d.upper()] for d in directions]
+        study = optuna.create_study(study_name=name, storage=storage, directions=wanted)
+        study.set_user_attr(SPACE, space.describe())
+        study.set_user_attr(FIXED, dict(fixed))
+        return study
+    study = optuna.load_study(study_name=name, storage=storage)
+    _check_directions(study, directions)
+    _check_space(study, space)
+    changed = changed_keys(study.user_attrs.get(FIXED), fixed)
+    if changed:
+        say(
+            f"warning: the study {name} was begun with other values of {', '.join(changed)}; "
+            "its earlier trials guide the sampler but answer no candidate"
+        )
+    return study
+
+
+def _check_directions(study: optuna.Study, directions: Sequence[str]) -> None:
+    before = [d.name.lower() for d in study.directions]
+    if before != list(directions):
+        raise BadInput(
+            "hydra.sweeper.direction",
+            ",".join(directions),
+            f"the study {study.study_name} was begun with {','.join(before)}",
+            "go on with that, or give hydra.sweeper.study_name=NAME or hydra.sweeper.resume=false for a new study",
+        )
+
+
+def _check_space(study: optuna.Study, space: Space) -> None:
+    before, now = study.user_attrs.get(SPACE), space.describe()
+    if before is None:
+        before, now = _space_of_trials(study, space)
+    for key in sorted(set(before) | set(now)):
+        if before.get(key) != now.get(key):
+            wrong = "was not searched" if key not in before else "was searched with other values"
+            if key not in now:
+                wrong = "was searched and is not any more"
+            raise BadInput(
+                key,
+                now.get(key, "(not searched)"),
+                f"{wrong} when the study {study.study_name} was begun",
+                "go on with the same space, or give hydra.sweeper.study_name=NAME or hydra.sweeper.resume=false "
+                "for a new study",
+            )
+
+
+def _space_of_trials(study: optuna.Study, space: Space) -> tuple[dict[str, Any], dict[str, Any]]:
+    """For a study that something else has begun: the choices that its trials had, and ours of the same keys."""
+    before: dict[str, Any] = {}
+    for trial in study.get_trials(deepcopy=False):
+        for key, d in trial.distributions.items():
+            if isinstance(d, optuna.distributions.CategoricalDistribution):
+                before[key] = list(d.choices)
+    ours = {k: list(getattr(d, "choices", ())) for k, d in space.distributions.items() if k in before}
+    return {k: v for k, v in before.items() if k in ours}, ours
+
+
+def changed_keys(before: Mapping[str, str] | None, now: Mapping[str, str]) -> list[str]:
+    if before is None:
+        return []
+    return sorted(k for k in set(before) | set(now) if before.get(k) != now.get(k))
+
+
+def owner() -> str:
+    """This process, recognisable after a reboot and when its number has been given to another one."""
+    return f"{socket.gethostname()}:{os.getpid()}:{psutil.Process().create_time():.0f}"
+
+
+def is_alive(name: str | None) -> bool:
+    """Whether the process that runs a trial may still be there. One on another machine may."""
+    if not name:
+        return False
+    host, pid, created = name.rsplit(":", 2)
+    if host != socket.gethostname():
+        return True
+    try:
+        return abs(psutil.Process(int(pid)).create_time() - float(created)) <= 1
+    except psutil.Error:
+        return False
+
+
+def close_stale(study: optuna.Study) -> list[FrozenTrial]:
+    """End the trials that a killed command left running, as failed. Those of a living process are left alone."""
+    closed = []
+    for trial in study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
+        if is_alive(trial.user_attrs.get(JOB, {}).get("owner")):
+            continue
+        optuna.Trial(study, trial._trial_id).set_user_attr("reason", "the command that ran it was killed")
+        study.tell(trial.number, state=TrialState.FAIL)
+        closed.append(trial)
+    return closed
