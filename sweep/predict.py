@@ -29,7 +29,7 @@ from sweep.errors import CannotPredict
 from sweep.memory.allocator import CachingAllocator, make_allocator
 from sweep.memory.blocks import DEFAULT_OPTIONS, AllocatorOptions
 from sweep.memory.device import allocator_capacity, cublas_workspace_mib, resolve_device
-from sweep.memory.emulate import NAMES, CublasWorkspaces, cuda_workspaces, emulated_cuda
+from sweep.memory.emulate import CONVOLUTION, NAMES, CublasWorkspaces, cuda_workspaces, emulated_cuda
 from sweep.memory.hollow import CPU, hollow
 from sweep.memory.hollow_ledger import HollowLedger
 from sweep.results import MIB, Phase, Prediction
@@ -326,7 +326,8 @@ def _on_cuda(run: _Run, device: DeviceConf, options: AllocatorOptions) -> Predic
     prediction.fits = fits
     prediction.headroom_mib = None if capacity is None else capacity / MIB - prediction.reserved_mib
     prediction.context_mib = device.context_mib or 0.0
-    prediction.emulations = list(NAMES)
+    convolved = any(op.name == "aten.convolution" for op in run.ledger.operators)
+    prediction.emulations = [*NAMES, CONVOLUTION] if convolved else list(NAMES)
     if device.link_bandwidth_gb_s is not None:
         per_ms = device.link_bandwidth_gb_s * 1e9 / 1e3
         prediction.transfer_one_way_ms = prediction.to_host_mib * MIB / per_ms

@@ -30,26 +30,19 @@ import torch
 import torch.utils._foreach_utils
 from torch import Tensor
 
+from sweep.errors import CannotPredict
 from sweep.memory.emulate_attention import WORKSPACES as ATTENTION_WORKSPACES
 from sweep.memory.emulate_attention import CudaAttention
 from sweep.memory.emulate_autocast import CudaAutocast
+from sweep.memory.emulate_kernels import GEMM, REFUSED
 from sweep.memory.emulate_kernels import WORKSPACES as KERNEL_WORKSPACES
 from sweep.memory.ledger import Ledger
 from sweep.results import MIB
 
 aten = torch.ops.aten
 
-#: Operators that cuBLAS runs.
-GEMM = (
-    aten.mm.default,
-    aten.addmm.default,
-    aten.bmm.default,
-    aten.baddbmm.default,
-    aten.mv.default,
-    aten.addmv.default,
-    aten.dot.default,
-    aten._addmm_activation.default,
-)
+#: Said of a prediction in which convolutions ran.
+CONVOLUTION = "not counted: cuDNN's workspaces for convolutions"
 NAMES = (
     CudaAttention.name,
     CudaAutocast.name,
@@ -78,7 +71,8 @@ class CublasWorkspaces:
         self.ledger: Ledger | None = None
         self._threads: set[str] = set()
 
-    def __call__(self, args: Any, kwargs: Any, out: Any) -> Iterable[int]:
+    def reserve(self) -> None:
+        """To be called for each product of matrices."""
         ledger = self.ledger
         if ledger is not None and len(self._threads) < 2:
             # On CUDA, backward runs on a thread of autograd's own, recomputation included.
@@ -86,15 +80,19 @@ class CublasWorkspaces:
             if thread not in self._threads:
                 self._threads.add(thread)
                 ledger.allocate(self.nbytes, f"cuBLAS workspace ({thread} thread)", module="")
-        return ()
 
-    def workspaces(self) -> dict[Any, Callable[..., Iterable[int]]]:
-        return dict.fromkeys(GEMM, self)
+    def before(self, sizes: Callable[..., Iterable[int]]) -> Callable[..., Iterable[int]]:
+        def with_workspace(args: Any, kwargs: Any, out: Any) -> Iterable[int]:
+            self.reserve()
+            return sizes(args, kwargs, out)
+
+        return with_workspace
 
 
 def cuda_workspaces(cublas: CublasWorkspaces) -> Mapping[Any, Callable[..., Iterable[int]]]:
     """What the ledger of an emulated CUDA device needs as `workspaces`."""
-    return {**KERNEL_WORKSPACES, **ATTENTION_WORKSPACES, **cublas.workspaces()}
+    products = {op: cublas.before(sizes) for op, sizes in GEMM.items()}
+    return {**KERNEL_WORKSPACES, **ATTENTION_WORKSPACES, **products}
 
 
 @contextmanager
@@ -109,6 +107,8 @@ def emulated_cuda(capability: tuple[int, int]) -> Iterator[None]:
             library.impl("rms_norm", _rms_norm, "AutogradCPU", allow_override=True)
             # With a kernel of its own it is one operator with its own backward, as on CUDA; the ledger never runs it.
             library.impl("_fused_rms_norm", _never, "CPU")
+            for name, why in REFUSED.items():
+                library.impl(name, _refusal(name, why), "AutogradCPU", allow_override=True)
             stack.enter_context(CudaAutocast().installed(library))
             stack.enter_context(_foreach_by_default())
             yield
@@ -133,6 +133,13 @@ def _rms_norm(
     scale = torch.rsqrt(input.float().pow(2).mean(-1, keepdim=True) + (eps or 0.0))
     normed = (input.float() * scale).type_as(input)
     return normed if weight is None else normed * weight
+
+
+def _refusal(name: str, why: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise CannotPredict(f"aten.{name} runs {why} on CUDA, whose memory is not known")
+
+    return refuse
 
 
 def _never(*_: Any) -> Any:

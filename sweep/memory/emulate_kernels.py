@@ -6,12 +6,15 @@ Sources are files of ATen/native/cuda.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 aten = torch.ops.aten
+
+Sizes = Callable[[Any, Any, Any], Iterable[int]]
 
 
 def embedding_backward(args: Any, kwargs: Any, out: Any) -> Iterable[int]:
@@ -22,6 +25,7 @@ def embedding_backward(args: Any, kwargs: Any, out: Any) -> Iterable[int]:
     fp32: at most n / 10 + min(n, rows) parts, since the number is not asked of the device.
     """
     gradient, indices, rows = args[0], args[1], args[2]
+    yield from _copy(gradient)
     scale_by_frequency = args[4] if len(args) > 4 else kwargs.get("scale_grad_by_freq", False)
     n, width = indices.numel(), gradient.shape[-1]
     if n <= 3072 and not scale_by_frequency:
@@ -49,9 +53,83 @@ def index_put_accumulate(args: Any, kwargs: Any, out: Any) -> Iterable[int]:
         yield n * 8
 
 
-WORKSPACES = {
+def foreach_norm(args: Any, kwargs: Any, out: Any) -> Iterable[int]:
+    """foreach_tensor_norm_cuda (ForeachReduceOp.cu): one partial norm for each 65536 elements of the largest tensor."""
+    tensors = args[0]
+    yield len(tensors) * max(-(-t.numel() // 65536) for t in tensors) * 4
+
+
+def contiguous(*positions: int) -> Sizes:
+    """Kernels that work on contiguous inputs copy others first: softmax, norms and losses (SoftMax.cu, ...)."""
+
+    def sizes(args: Any, kwargs: Any, out: Any) -> Iterable[int]:
+        for position in positions:
+            if position < len(args) and isinstance(args[position], Tensor):
+                yield from _copy(args[position])
+
+    return sizes
+
+
+def _copy(tensor: Tensor) -> Iterable[int]:
+    if not tensor.is_contiguous():
+        yield tensor.numel() * tensor.element_size()
+
+
+def matrices(*positions: int) -> Sizes:
+    """prepare_matrix_for_cublas and prepare_batch_matrix_for_cublas (Blas.cpp).
+
+    A matrix whose rows or columns are not dense, such as an expanded one, is copied.
+    """
+
+    def sizes(args: Any, kwargs: Any, out: Any) -> Iterable[int]:
+        for position in positions:
+            matrix = args[position]
+            (rows, columns), (down, across) = matrix.shape[-2:], matrix.stride()[-2:]
+            by_rows = across == 1 and down >= max(1, columns)
+            by_columns = down == 1 and across >= max(1, rows)
+            if not by_rows and not by_columns and matrix.numel() > 0:
+                yield matrix.numel() * matrix.element_size()
+
+    return sizes
+
+
+#: Operators that cuBLAS runs, and the matrices that they take.
+GEMM: dict[Any, Sizes] = {
+    aten.mm.default: matrices(0, 1),
+    aten.addmm.default: matrices(1, 2),
+    aten.bmm.default: matrices(0, 1),
+    aten.baddbmm.default: matrices(1, 2),
+    aten._addmm_activation.default: matrices(1, 2),
+    aten.mv.default: matrices(0),
+    aten.addmv.default: matrices(1),
+    aten.dot.default: contiguous(),
+}
+WORKSPACES: dict[Any, Sizes] = {
     aten.embedding_dense_backward.default: embedding_backward,
     aten.index_put_.default: index_put_accumulate,
     aten.index_put.default: index_put_accumulate,
     aten._index_put_impl_.default: index_put_accumulate,
+    aten._foreach_norm.Scalar: foreach_norm,
+    aten._softmax.default: contiguous(0),
+    aten._softmax_backward_data.default: contiguous(0, 1),
+    aten._log_softmax.default: contiguous(0),
+    aten._log_softmax_backward_data.default: contiguous(0, 1),
+    aten.native_layer_norm.default: contiguous(0),
+    aten.native_layer_norm_backward.default: contiguous(0, 1),
+    aten._fused_rms_norm.default: contiguous(0),
+    aten._fused_rms_norm_backward.default: contiguous(0, 1),
+    aten.nll_loss_forward.default: contiguous(0, 1),
+    aten.nll_loss_backward.default: contiguous(1, 2),
+}
+#: Operators for which CUDA has a kernel of another form than the CPU, that is not emulated.
+REFUSED = {
+    **{
+        f"{kind}.{form}": "cuDNN's recurrent kernels"
+        for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+        for form in ("input", "data")
+    },
+    "lstm_cell": "CUDA's fused cell",
+    "gru_cell": "CUDA's fused cell",
+    "embedding_bag": "CUDA's kernel",
+    "embedding_bag.padding_idx": "CUDA's kernel",
 }

@@ -130,6 +130,11 @@ class Ledger(TorchDispatchMode):
         return self.log.host_peak
 
     @property
+    def operators(self) -> Iterable[Op]:
+        """The operators that have run so far."""
+        return self._ops.values()
+
+    @property
     def in_backward(self) -> bool:
         """Whether a backward phase runs, recomputation included."""
         return self._in_backward
