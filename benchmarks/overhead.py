@@ -3,8 +3,8 @@
     python benchmarks/overhead.py [--workload gpt_tiny] [--strategy baseline checkpoint] [--steps 30]
 
 The bare loop is what a person would write: model, data, optimizer, the same batches, warm-up and timed steps, nothing
-else. The trial is the whole of it: prediction, verification, the ledger's pass, evaluation, MLflow, result.json. Both run
-in this process, interleaved (bare, trial, bare, trial), after one trial that warms up imports and stores. Writes
+else. The trial is the whole of it: prediction, verification, the ledger's pass, evaluation, MLflow, result.json. Both
+run in this process, interleaved (bare, trial, bare, trial), after one trial that warms up imports and stores. Writes
 benchmarks/results/overhead.json.
 """
 
