@@ -105,7 +105,7 @@ def emulated_cuda(capability: tuple[int, int]) -> Iterator[None]:
             library.impl("scaled_dot_product_attention", CudaAttention(capability), "AutogradCPU", allow_override=True)
             library.impl("dropout", _dropout, "AutogradCPU", allow_override=True)
             library.impl("rms_norm", _rms_norm, "AutogradCPU", allow_override=True)
-            # With a kernel of its own it is one operator with its own backward, as on CUDA; the ledger never runs it.
+            # With a kernel of its own it is one operator with its own backward, as on CUDA; it is never run.
             library.impl("_fused_rms_norm", _never, "CPU")
             for name, why in REFUSED.items():
                 library.impl(name, _refusal(name, why), "AutogradCPU", allow_override=True)
@@ -143,7 +143,7 @@ def _refusal(name: str, why: str) -> Callable[..., Any]:
 
 
 def _never(*_: Any) -> Any:
-    raise AssertionError("a hollow tensor reached a kernel")
+    raise NotImplementedError("there is no such kernel on the CPU")
 
 
 @contextmanager

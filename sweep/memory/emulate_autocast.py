@@ -69,7 +69,7 @@ class CudaAutocast:
     @contextmanager
     def installed(self, library: torch.library.Library) -> Iterator[None]:
         for names, make in (
-            (_only_on_the_cpu(), self._untouched),
+            (_only_on_the_cpu(), lambda op: torch.library.fallthrough_kernel),
             (FP32, self._fp32),
             (FP32_BY_DTYPE, self._fp32_by_dtype),
             (LOWER, self._lower),
@@ -92,9 +92,6 @@ class CudaAutocast:
         finally:
             torch.clear_autocast_cache = clear
             self._casts.clear()
-
-    def _untouched(self, op: Any) -> Callable[..., Any]:
-        return lambda *args, **kwargs: _below(op, args, kwargs)
 
     def _fp32(self, op: Any) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
