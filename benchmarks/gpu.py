@@ -29,7 +29,7 @@ def main(overrides: list[str]) -> int:
         done = subprocess.run([*command, "workload=gpt2_124m", "measure.steps=10", *overrides], check=False)
         report = json.loads((Path(folder) / "report.json").read_text(encoding="utf-8"))
     print(
-        f"\n{'strategy':24}{'predicted MiB':>15}{'measured MiB':>15}{'error':>9}{'predicted reserved':>20}{'measured':>12}"
+        f"\n{'strategy':24}{'predicted MiB':>15}{'measured MiB':>15}{'error':>9}{'reserved: pred.':>20}{'measured':>12}"
     )
     for row in [report["baseline"], *report["candidates"]]:
         predicted, peak = row["predicted"] or {}, row["peak_mib"]
