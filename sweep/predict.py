@@ -58,7 +58,7 @@ KEPT_WORKLOADS = 4
 KEPT_RESULTS = 200_000
 
 _workloads: OrderedDict[str, Workload] = OrderedDict()
-_results: dict[Any, Any] = {}
+_results: dict[bool, dict[Any, Any]] = {True: {}, False: {}}  # by whether CUDA is emulated
 
 
 def predict(
@@ -108,13 +108,14 @@ class _Run:
     def __init__(self, config: Config, device: DeviceConf, on_cuda: bool) -> None:
         self.config, self.on_cuda = config, on_cuda
         self.capability = _capability(device) if on_cuda else (0, 0)
-        if len(_results) > KEPT_RESULTS:
-            _results.clear()
+        if len(_results[on_cuda]) > KEPT_RESULTS:
+            _results[on_cuda].clear()
         cublas = CublasWorkspaces(round(cublas_workspace_mib(device) * MIB)) if on_cuda else None
         self.ledger = HollowLedger(
             workspaces=None if cublas is None else cuda_workspaces(cublas),
             count_python_data=not on_cuda,
-            known=_results,
+            known=_results[on_cuda],
+            as_cuda=on_cuda,
         )
         if cublas is not None:
             cublas.ledger = self.ledger
@@ -217,7 +218,7 @@ def _hollow_workload(conf: WorkloadConf, data: DataSource) -> Workload:
     key = json.dumps(plain(dataclasses.replace(conf, global_batch_size=1)), sort_keys=True)
     kept = _workloads.pop(key, None)
     if kept is None:
-        with HollowLedger(known=_results):
+        with HollowLedger(known=_results[False]):
             kept = build_workload(conf, CPU, data)
         _refuse_compiled(kept.model)
     _workloads[key] = kept

@@ -28,7 +28,7 @@ def size(numbers: int, bytes_each: int = 4) -> int:
 
 def ledger_for(capability: tuple[int, int]) -> HollowLedger:
     cublas = CublasWorkspaces(cublas_workspace_bytes(capability))
-    ledger = HollowLedger(workspaces=cuda_workspaces(cublas), count_python_data=False)
+    ledger = HollowLedger(workspaces=cuda_workspaces(cublas), count_python_data=False, as_cuda=True)
     cublas.ledger = ledger
     return ledger
 
@@ -294,6 +294,12 @@ def test_embedding_backward_sorts_from_3073_indices_on(ledger: HollowLedger, tok
     parts = tokens // 10 + 500
     by_sorting = [size(tokens, 8)] * 2 + [size(500, 8)] * 2 + [size(parts, 8), size(parts * 64)]
     assert inside == [expanded] + (by_sorting if tokens > 3072 else [])
+
+
+def test_layer_norm_keeps_fp32_statistics_of_16_bit_inputs(ledger: HollowLedger) -> None:
+    """layer_norm_kernel.cu; the CPU's are of the input's type."""
+    F.layer_norm(torch.empty(1000, 64, dtype=BF16), (64,))
+    assert made_by(ledger, "native_layer_norm") == [size(1000 * 64, 2), size(1000), size(1000)]
 
 
 def test_expanded_matrices_are_copied_and_transposed_ones_are_not(ledger: HollowLedger) -> None:

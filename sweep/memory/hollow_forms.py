@@ -1,4 +1,10 @@
-"""What operators return, without running them: asked of torch's FakeTensorMode once, then remembered."""
+"""What operators return, without running them: asked once of torch's shape functions, then remembered.
+
+Shape functions know of devices: some results differ between the CPU and CUDA, such as the statistics of a layer norm in
+16 bits. For the CPU, FakeTensorMode with its fake CPU device is asked. For CUDA, of which there can be no fake tensors
+where there is no CUDA, it is torch's meta device, whose functions take CUDA's side; what has none there is asked of
+FakeTensorMode.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +43,26 @@ Form = Any
 
 
 class Forms:
-    """Forms by operator and arguments. `known` may be shared: a form depends on nothing else."""
+    """Forms by operator and arguments.
 
-    def __init__(self, known: dict[Any, Form] | None = None) -> None:
+    known: may be shared between those with the same `as_cuda`: a form depends on nothing else.
+    as_cuda: take CUDA's side where the CPU's result is another.
+    """
+
+    def __init__(self, known: dict[Any, Form] | None = None, as_cuda: bool = False) -> None:
         self.known: dict[Any, Form] = {} if known is None else known
+        self._as_cuda = as_cuda
         self._fake = FakeTensorMode()
 
     def ask(self, name: str, func: Any, args: Any, kwargs: Any) -> Form:
-        """What FakeTensorMode says. Raises CannotPredict where the answer depends on values."""
+        """Raises CannotPredict where the answer depends on values, or where there is none."""
         try:
+            if self._as_cuda and not _depends_on_values(func):
+                try:
+                    out = func(*_on_meta(args), **{key: _on_meta(value) for key, value in kwargs.items()})
+                    return _form(out, {}, [])
+                except NotImplementedError:
+                    pass
             with self._fake:
                 out = func(*_fake(args), **{key: _fake(value) for key, value in kwargs.items()})
             return _form(out, {}, [])
@@ -55,6 +72,10 @@ class Forms:
             raise CannotPredict(f"torch cannot say what {name} returns") from error
         except _Sparse as error:
             raise CannotPredict(f"{name} returns a sparse tensor") from error
+
+
+def _depends_on_values(func: Any) -> bool:
+    return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
 
 
 class _DependsOnValues(Exception):
@@ -71,6 +92,17 @@ def _fake(item: Any) -> Any:
         return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype)
     if isinstance(item, (list, tuple)):
         return type(item)(map(_fake, item))
+    return item
+
+
+def _on_meta(item: Any) -> Any:
+    """Like `item`, with tensors and devices replaced by meta ones."""
+    if isinstance(item, Tensor):
+        return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device="meta")
+    if isinstance(item, torch.device):
+        return torch.device("meta")
+    if isinstance(item, (list, tuple)):
+        return type(item)(map(_on_meta, item))
     return item
 
 

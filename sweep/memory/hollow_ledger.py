@@ -1,6 +1,6 @@
 """A ledger that runs a training step on hollow tensors: nothing is computed, and nothing takes memory.
 
-What an operator would return is asked of torch's FakeTensorMode, once for each combination of operator and argument
+What an operator would return is asked of torch's shape functions, once for each combination of operator and argument
 shapes, and remembered. FakeTensorMode alone gives the same answers several times slower, since it asks again for every
 call and for every look at a tensor's device.
 
@@ -42,7 +42,7 @@ _FLOPS = object()
 
 
 class HollowLedger(Ledger):
-    """See the module's docstring. Takes what Ledger takes; `known` may be shared between ledgers (see Forms).
+    """See the module's docstring. Takes what Ledger takes; for `known` and `as_cuda` see Forms.
 
     Raises CannotPredict, naming the operator and the module, for values that are read, shapes that depend on values,
     custom operators and sparse tensors. `flops`: by phase, of matrix products, convolutions and attention, by torch's
@@ -55,10 +55,11 @@ class HollowLedger(Ledger):
         workspaces: Mapping[Any, Workspace] | None = None,
         count_python_data: bool = True,
         known: dict[Any, Form] | None = None,
+        as_cuda: bool = False,
     ) -> None:
         super().__init__(capacity_bytes, "cpu", workspaces, count_python_data)
         self.flops: dict[str, float] = {}
-        self._forms = Forms(known)
+        self._forms = Forms(known, as_cuda)
         self._known = self._forms.known
         self._real: dict[int, weakref.ref[Any]] = {}  # storages of the tensors that have values
 
