@@ -14,7 +14,8 @@ from torch import Tensor
 
 import sweep.measure as module
 from sweep.errors import DeviceOutOfMemory, NothingOffloaded
-from sweep.measure import CpuClock, evaluate, evidence_of, ledger_pass, measure, quartiles, steps_of
+from sweep.clock import CpuClock
+from sweep.measure import evaluate, evidence_of, ledger_pass, measure, quartiles, steps_of
 from sweep.outcomes import NotFinite, TimedOut
 from sweep.results import Evidence, Measurement, Phase, from_dict, to_dict
 from sweep.schema import Config, MeasureConf
@@ -52,6 +53,15 @@ def test_a_measurement_adds_up() -> None:
     assert [done for done, _, _ in seen] == list(range(1, total + 1))
     assert {of for _, of, _ in seen} == {total} == {2 + 12 + 2}
     assert from_dict(Measurement, to_dict(m)) == m
+
+
+def test_bytes_moved_are_those_of_one_step_whatever_the_number_of_steps() -> None:
+    moved = [
+        run(config("gpt", "offload", measure={"warmup_steps": warmup, "steps": steps, "repeats": 1})).to_host_mib
+        for warmup, steps in ((0, 1), (3, 1), (1, 3))
+    ]
+    assert moved[0] > 0
+    assert len(set(moved)) == 1
 
 
 def test_phase_times_are_exclusive_and_sum_to_the_step() -> None:

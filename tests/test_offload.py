@@ -201,7 +201,7 @@ def test_a_square_transpose_does_not_come_back_as_its_base() -> None:
 @pytest.mark.parametrize("order", ["bf16 first", "fp32 first"])
 def test_views_of_another_dtype_share_a_copy_only_where_they_fit(order: str) -> None:
     base = torch.randn(4000)
-    half, full = base.view(torch.bfloat16)[1:300], base[1:100]  # bytes 2 to 600 and 4 to 400
+    half, full = base.view(torch.bfloat16)[1:301], base[1:100]  # bytes 2 to 602 and 4 to 400
     tensors = (half, full) if order == "bf16 first" else (full, half)
     expected = [t.clone() for t in tensors]
     with offloading(nn.Identity(), []) as offload:
@@ -282,13 +282,15 @@ def test_a_change_before_saving_or_of_something_else_is_none() -> None:
 def test_what_was_changed_and_saved_again_is_not_served_from_a_stale_copy() -> None:
     with offloading(nn.Identity(), []) as offload:
         x = torch.randn(32)
-        offload._pack(x)
+        stale = offload._pack(x)  # as a graph would hold it
         x.mul_(3)
         again = offload._pack(x)
         view = offload._pack(x[4:8])
         assert torch.equal(offload._unpack(again), x)
         assert torch.equal(offload._unpack(view), x[4:8])
         assert offload.moved.to_host_bytes == 2 * 32 * 4
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            offload._unpack(stale)
 
 
 # -- what leaves -----------------------------------------------------------------------------------------------------
@@ -402,6 +404,20 @@ def test_a_tensor_that_is_saved_twice_is_moved_once_each_way() -> None:
         loss.backward()
     assert torch.allclose(x.grad, 2 * x + x.cos() - x.sin())  # type: ignore[arg-type]
     assert offload.moved.to_host_bytes == offload.moved.from_host_bytes == 64 * 4
+
+
+def test_what_came_back_is_not_kept_once_all_its_aliases_are_there() -> None:
+    x = torch.randn(64)
+    with offloading(nn.Identity(), []) as offload:
+        packed = [offload._pack(x), offload._pack(x[8:])]
+        first = offload._unpack(packed[0])
+        reloaded = weakref.ref(first.untyped_storage())
+        del first
+        assert reloaded() is not None  # for the alias that is still awaited
+        second = offload._unpack(packed[1])
+        assert second.untyped_storage() is reloaded()
+        del second
+        assert reloaded() is None
 
 
 def test_backward_can_be_run_twice_over_a_kept_graph() -> None:
