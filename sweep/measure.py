@@ -10,14 +10,13 @@ import copy
 import math
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
+from sweep.clock import clock_for
 from sweep.memory.ledger import Ledger
 from sweep.outcomes import NotFinite, TimedOut
 from sweep.results import MIB, Evidence, Measurement, Peak, Phase
@@ -133,7 +132,7 @@ def _timed_run(config: Config, device: torch.device, data: DataSource, advance: 
     m, run, phases = config.measure, _Run(), Phases()
     workload = build_workload(config.workload, device, data)
     torch.manual_seed(config.workload.seed + 1)
-    clock: Clock = CudaClock(device) if device.type == "cuda" else CpuClock()
+    clock = clock_for(device)
     with ExitStack() as stack:
         strategy = stack.enter_context(
             applied(config.strategy, workload.model, workload.blocks, config.workload.global_batch_size, phases, device)
@@ -249,101 +248,3 @@ def quartiles(values: list[float]) -> tuple[float, float]:
         return values[0], values[0]
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return low, high
-
-
-class Clock(Protocol):
-    """Times steps and, as a listener of `Phases`, their phases. A phase's time is its own, less those inside of it."""
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-    def read(self) -> list[tuple[float, dict[str, float]]]:
-        """Milliseconds of each step since the last read, and by phase."""
-
-    def enter_phase(self, phase: str) -> None: ...
-
-    def leave_phase(self, phase: str) -> None: ...
-
-
-class CpuClock:
-    """A monotonic clock."""
-
-    def __init__(self) -> None:
-        self._steps: list[tuple[float, dict[str, float]]] = []
-        self._stack: list[str] = []
-        self._by_phase: dict[str, float] = defaultdict(float)
-        self._since = self._started = 0.0
-
-    def start(self) -> None:
-        self._by_phase = defaultdict(float)
-        self._since = self._started = time.perf_counter()
-
-    def stop(self) -> None:
-        self._steps.append(((time.perf_counter() - self._started) * 1000, dict(self._by_phase)))
-
-    def read(self) -> list[tuple[float, dict[str, float]]]:
-        steps, self._steps = self._steps, []
-        return steps
-
-    def _charge(self) -> None:
-        now = time.perf_counter()
-        if self._stack:
-            self._by_phase[self._stack[-1]] += (now - self._since) * 1000
-        self._since = now
-
-    def enter_phase(self, phase: str) -> None:
-        self._charge()
-        self._stack.append(phase)
-
-    def leave_phase(self, phase: str) -> None:
-        self._charge()
-        self._stack.pop()
-
-
-class CudaClock:
-    """CUDA events at the borders, read after one synchronisation: timing itself does not wait for the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._marks: list[tuple[str, torch.cuda.Event]] = []  # charged phase, event at its end
-        self._steps: list[tuple[torch.cuda.Event, list[tuple[str, torch.cuda.Event]], torch.cuda.Event]] = []
-        self._stack: list[str] = []
-        self._begin = self._event()
-
-    def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def start(self) -> None:
-        self._marks = []
-        self._begin = self._event()
-
-    def stop(self) -> None:
-        self._steps.append((self._begin, self._marks, self._event()))
-
-    def read(self) -> list[tuple[float, dict[str, float]]]:
-        torch.cuda.synchronize(self._device)
-        steps = []
-        for begin, marks, end in self._steps:
-            by_phase: dict[str, float] = defaultdict(float)
-            last = begin
-            for phase, event in marks:
-                if phase:
-                    by_phase[phase] += last.elapsed_time(event)
-                last = event
-            steps.append((begin.elapsed_time(end), dict(by_phase)))
-        self._steps = []
-        return steps
-
-    def _charge(self) -> None:
-        self._marks.append((self._stack[-1] if self._stack else "", self._event()))
-
-    def enter_phase(self, phase: str) -> None:
-        self._charge()
-        self._stack.append(phase)
-
-    def leave_phase(self, phase: str) -> None:
-        self._charge()
-        self._stack.pop()

@@ -16,7 +16,7 @@ FLOORS: list[tuple[str, ...]] = [
     # F0: plain data and decisions
     ("errors", "results", "schema", "decide", "checks", "conclusion", "knobs", "next_step", "reasons", "words"),
     # F1: workload, step and memory with torch; recording and reporting without
-    ("workload.", "step", "memory.", "outcomes", "environment", "tracking*", "report*", "progress", "search*"),
+    ("workload.", "step", "memory.", "outcomes", "environment", "clock", "tracking*", "report*", "progress", "search*"),
     ("strategy.",),  # F2
     ("predict*", "verify*", "measure", "explain*"),  # F3
     ("trial", "isolate"),  # F4

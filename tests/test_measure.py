@@ -108,7 +108,7 @@ def test_evidence(device: torch.device, warmup: int, steps: int, repeats: int, e
 
 def test_a_phase_is_charged_less_what_is_inside_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     phases, clock = Phases(), CpuClock()
 
     def spend(seconds: float) -> None:

@@ -15,7 +15,7 @@ from small_workloads import config, data_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import sweep.verify as module
+import sweep.verify_run as module
 from sweep.errors import DeviceOutOfMemory
 from sweep.outcomes import NotFinite
 from sweep.results import Verification
