@@ -20,11 +20,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from sweep.errors import EXIT_BAD_INPUT, EXIT_NOTHING_FEASIBLE, BadInput
-from sweep.search import Job, Search, Settings, quiet_optuna
+from sweep.search import Search
+from sweep.search_job import Job, Settings
 from sweep.search_record import Record
 from sweep.search_sampler import Sampler
 from sweep.search_space import Space, bare, encode, iter_texts, read_space
 from sweep.search_study import default_name, digest_of, fixed_digests, free_name, open_storage, open_study
+from sweep.search_tell import quiet_optuna
 
 #: Every choice of a key is composed once before the search starts, up to so many compositions.
 MOST_COMPOSITIONS = 64

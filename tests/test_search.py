@@ -16,11 +16,13 @@ from omegaconf import DictConfig, OmegaConf
 from optuna.trial import TrialState
 
 from sweep.errors import BadInput
-from sweep.search import Job, Search, Settings, quiet_optuna
+from sweep.search import Search
+from sweep.search_job import Job, Settings
 from sweep.search_record import JOB, records
 from sweep.search_sampler import Sampler
 from sweep.search_space import read_space
 from sweep.search_study import close_stale, free_name, open_storage, open_study, owner
+from sweep.search_tell import quiet_optuna
 
 quiet_optuna()
 ROOT = Path(__file__).resolve().parent.parent
@@ -99,10 +101,10 @@ def test_a_point_seen_before_is_answered_from_its_measurement(storage):
         ran.append(config.x)
         return {"value": float(config.x), "constraints": {"memory": config.x - 3.0}}
 
-    s = search(storage, ["x=range(1,6)"], job, n_trials=50)
+    s = search(storage, ["x=range(1,11)"], job, n_trials=50)
     found = s.run()
-    assert sorted(ran) == [1, 2, 3, 4, 5]
-    assert s.ended_because == "the space is exhausted: all of its 5 points are known"
+    assert sorted(ran) == list(range(1, 11))
+    assert s.ended_because == "the space is exhausted: all of its 10 points are known"
     repeats = [r for r in found if r.same_as is not None]
     assert repeats
     for r in repeats:
@@ -360,9 +362,44 @@ def test_a_preflight_answers_in_place_of_the_job(storage):
     assert s.best()[0].params["x"] == 2  # 100 is an estimate
     assert preflight.learned == [0, 1, 2, 3, 4, 5]
     again = Preflight()
-    search(storage, ["x=range(0,6)"], lambda c: c.x, preflight=again, sampler="grid", directions=["maximize"]).run()
+    s = search(storage, ["x=range(0,6)"], lambda c: c.x, preflight=again, sampler="grid", directions=["maximize"])
+    assert len(s.run()) == 6
     assert again.learned == [0, 1, 2, 3, 4, 5]  # what earlier runs measured corrects this one's predictions
-    assert again.asked == []
+    assert [j.point["x"] for j in again.asked] == [3, 4, 5]  # so that what was refused may be judged anew
+
+
+class Learning:
+    """Expects twice what is true until something has been measured."""
+
+    def __init__(self):
+        self.factor = 2.0
+
+    def __call__(self, job):
+        return {"constraints": {"memory": self.factor * job.config.x - 6.0}}
+
+    def learn(self, record):
+        if record.launched:
+            self.factor = 1.0
+
+
+@pytest.mark.parametrize("sampler", ["grid", "tpe"])
+def test_what_was_refused_is_reconsidered_once_the_preflight_has_learned(storage, sampler):
+    """Refused on a wrong prediction, 4 to 6 fit after all, and 6 is the best; 7 never fits."""
+    s = search(
+        storage,
+        ["x=range(7,0,-1)"],
+        lambda c: {"value": c.x, "constraints": {"memory": c.x - 6.0}},
+        preflight=Learning(),
+        sampler=sampler,
+        directions=["maximize"],
+    )
+    found = s.run()
+    assert s.best()[0].params["x"] == 6
+    assert sorted(r.params["x"] for r in found if r.launched) == [1, 2, 3, 4, 5, 6]
+    assert "exhausted" in s.ended_because
+    known = search(storage, ["x=range(7,0,-1)"], lambda c: 1 / 0, preflight=Learning(), directions=["maximize"])
+    known.run()
+    assert known.runner.ran == []
 
 
 def test_a_preflight_that_breaks_does_not_stop_the_search_but_bad_input_is_an_invalid_candidate(storage):
