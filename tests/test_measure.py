@@ -13,8 +13,8 @@ from small_workloads import config, data_of
 from torch import Tensor
 
 import sweep.measure as module
-from sweep.errors import DeviceOutOfMemory, NothingOffloaded
 from sweep.clock import CpuClock
+from sweep.errors import DeviceOutOfMemory, NothingOffloaded
 from sweep.measure import evaluate, evidence_of, ledger_pass, measure, quartiles, steps_of
 from sweep.outcomes import NotFinite, TimedOut
 from sweep.results import Evidence, Measurement, Phase, from_dict, to_dict
