@@ -55,7 +55,11 @@ def check_blocks(conf: StrategyConf, blocks: list[Block]) -> None:
 
 @contextmanager
 def applied(
-    conf: StrategyConf, model: nn.Module, blocks: list[Block], global_batch_size: int, phases: Phases,
+    conf: StrategyConf,
+    model: nn.Module,
+    blocks: list[Block],
+    global_batch_size: int,
+    phases: Phases,
     device: torch.device,
 ) -> Iterator[Applied]:
     """The strategy on the model, inside; the model as it was, afterwards."""

@@ -49,7 +49,9 @@ def check(conf: CheckpointConf, blocks: list[Block]) -> None:
     count = len(blocks)
     if not blocks:
         raise BadInput(
-            "strategy.checkpoint.granularity", conf.granularity.name, "the model has no repeated blocks",
+            "strategy.checkpoint.granularity",
+            conf.granularity.name,
+            "the model has no repeated blocks",
             "name them with workload.blocks",
         )
     size, key = (
@@ -163,9 +165,7 @@ _NO_CHAIN = (
 )
 
 
-def _segment(
-    group: list[nn.Module], phases: Phases
-) -> list[tuple[nn.Module, Callable[[Forward], Forward]]]:
+def _segment(group: list[nn.Module], phases: Phases) -> list[tuple[nn.Module, Callable[[Forward], Forward]]]:
     """The group's first block computes all of them under one checkpoint; the others hand on what they are given.
 
     Right for blocks that are called one after the other, each on the result of the one before and with the same further
