@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig
@@ -11,7 +12,7 @@ import sweep.schema  # noqa: F401  registers the typed config
 from sweep.cli import guarded
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+@hydra.main(version_base="1.3", config_path=str(Path(__file__).resolve().parent / "conf"), config_name="config")
 def main(cfg: DictConfig) -> None:
     from sweep.session import run_job  # torch is imported only when a job really starts
 

@@ -16,7 +16,7 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 
 def guarded(main: Callable[[], Any]) -> int:
     """Run Hydra's main and return the exit code. With HYDRA_FULL_ERROR=1 exceptions keep their traceback."""
-    wants_traceback = os.environ.get(FULL_ERROR, "0") == "1"
+    before = os.environ.get(FULL_ERROR)
     os.environ[FULL_ERROR] = "1"  # Hydra would print its own version of the error and exit with 1
     try:
         main()
@@ -29,10 +29,14 @@ def guarded(main: Callable[[], Any]) -> int:
         error = caught.error if isinstance(caught, Escaping) else caught
         bad = as_bad_input(error)
         _finish("FAILED")
-        if bad is None or wants_traceback:
+        if bad is None or before == "1":
             raise error from error.__cause__
         print(f"error: {bad}", file=sys.stderr)
         return EXIT_BAD_INPUT
+    finally:
+        os.environ.pop(FULL_ERROR)
+        if before is not None:
+            os.environ[FULL_ERROR] = before
 
 
 class Escaping(BaseException):

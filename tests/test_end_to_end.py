@@ -268,8 +268,6 @@ def test_a_users_own_model(project: Path, tmp_path: Path) -> None:
         "        return {'y': x}\n"
         "def loss(model, batch):\n"
         "    return (model(batch['inputs'])['y'] - batch['targets']).square().mean()\n"
-        "def make_loss():\n"
-        "    return loss\n"
         "class Data:\n"
         "    version = 'v1'\n"
         "    def describe(self):\n"
@@ -283,7 +281,7 @@ def test_a_users_own_model(project: Path, tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": f"{project}{os.pathsep}{tmp_path}", "OMP_NUM_THREADS": "1"}
     arguments = [
         "workload=custom", "+workload.model={_target_: mine.Model, width: 64}", "+workload.data={_target_: mine.Data}",
-        "workload.loss={_target_: mine.make_loss}", "strategy=checkpoint,micro_batch", "measure=quick",
+        "workload.loss={_target_: mine.loss}", "strategy=checkpoint,micro_batch", "measure=quick",
     ]  # fmt: skip
     done = subprocess.run(
         [sys.executable, str(project / "train.py"), "-m", *arguments, f"hydra.sweep.dir={tmp_path / 'out'}"],

@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from hydra.errors import InstantiationException
-from hydra.utils import get_class, instantiate
+from hydra.utils import get_class, get_object, instantiate
 from torch import Tensor, nn
 
 from sweep.errors import BadInput
@@ -135,10 +135,22 @@ def build_outline(conf: WorkloadConf) -> nn.Module:
 
 def build_loss(conf: WorkloadConf) -> Loss:
     """The loss. A callable without `count` is taken to return the mean over the samples that it was given."""
-    loss = _instantiate("workload.loss", conf.loss)
+    loss = _plain_function(conf.loss) or _instantiate("workload.loss", conf.loss)
     if not callable(loss):
         raise BadInput("workload.loss._target_", conf.loss["_target_"], "is not callable", "name a function or class")
     return cast(Loss, loss) if hasattr(loss, "count") else _MeanOverSamples(loss)
+
+
+def _plain_function(node: dict[str, Any]) -> Callable[[nn.Module, Batch], Tensor] | None:
+    """The function that `_target_` names where it is the loss itself, and not a class or function that makes one."""
+    if set(node) != {"_target_"}:
+        return None
+    try:
+        found = get_object(node["_target_"])
+    except Exception:
+        return None  # `_instantiate` says what is wrong
+    takes = inspect.signature(found).parameters.values() if inspect.isfunction(found) else ()
+    return found if sum(p.default is p.empty for p in takes) == 2 else None
 
 
 class _MeanOverSamples:
