@@ -4,9 +4,10 @@
     python benchmarks/published.py --family cs336 --size medium --pass train --batch 1 --seq 2048 --amp bf16 \
         --checkpoint-group 2 --optimizer adamw_foreach --device rtx_4090        # one JSON line
 
-published_points.json: 45 measurements of torch.cuda.max_memory_allocated and max_memory_reserved (MiB) made by others on real
-GPUs, each with its source and every setting that is needed to repeat it. `confidence` says how sure the settings are
-(high, medium-high, medium); null means that the number was not published. Nothing in the predictor is fitted to them.
+published_points.json: 45 measurements of torch.cuda.max_memory_allocated and max_memory_reserved (MiB) made by others
+on real GPUs, each with its source and every setting that is needed to repeat it. `confidence` says how sure the
+settings are (high, medium-high, medium); null means that the number was not published. Nothing in the predictor is
+fitted to them. published_notes.md, appended to the table, explains each miss.
 """
 
 from __future__ import annotations
@@ -36,6 +37,14 @@ CHOICES = {
     "dtype": ("fp32", "amp_fp16", "bf16"),
     "amp": ("none", "bf16"),
 }
+#: Flags that mean something to a family; the others have no effect there.
+COMMON = ("family", "device", "batch", "seq", "amp", "limit_mib", "steps", "eval_batches")
+RELEVANT = {
+    "cs336": (*COMMON, "size", "what", "optimizer", "checkpoint_group"),
+    "qwen2_5_0_5b": (*COMMON, "strategy"),
+    "gpt_124m": (*COMMON, "variant"),
+    "vit_l_16": (*COMMON, "dtype", "accumulation"),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -54,8 +63,9 @@ def main(arguments: list[str] | None = None) -> int:
 def one(setting: Setting) -> dict[str, Any]:
     """One prediction as plain data."""
     p = predicted(setting)
+    flags = {name: value for name, value in dataclasses.asdict(setting).items() if name in RELEVANT[setting.family]}
     return {
-        **{k: v for k, v in dataclasses.asdict(setting).items() if v is not None},
+        **{"pass" if name == "what" else name: value for name, value in flags.items() if value is not None},
         "allocated_mib": round(p.allocated_mib, 4),
         "reserved_mib": round(p.reserved_mib, 4),
         "context_mib": p.context_mib,
@@ -79,13 +89,22 @@ def predicted(setting: Setting) -> Prediction:
 def everything(points: Path, out: Path) -> None:
     """All published points: predict, compare, print, and keep."""
     rows = []
-    for point in json.loads(points.read_text(encoding="utf-8")):
+    for point in _read(points):
         setting = setting_of(point)
         rows.append(Row.of(point, setting.family, predicted(setting)))
         print(rows[-1].line(), flush=True)
     write_json({"rows": rows, "summary": summary(rows)}, out / "published.json")
-    (out / "published_table.md").write_text(render(rows), encoding="utf-8")
+    notes = (ROOT / "benchmarks" / "published_notes.md").read_text(encoding="utf-8")
+    page = f"# Predicted and published peak memory\n\n{render(rows)}\n{notes}"
+    (out / "published.md").write_text(page, encoding="utf-8")
     print("\n" + render(rows))
+
+
+def _read(points: Path) -> list[dict[str, Any]]:
+    try:
+        return list(json.loads(points.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise BadInput("--points", points, f"cannot be read ({error})", "give a file of published points") from error
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -1,7 +1,8 @@
 """The families of published measurements as ordinary workloads: from the flags of the command line to a config.
 
-Each family is a model under published_models/ (or the transformers library) with the training loop of its description: where
-gradients are cleared, what is under autocast or no_grad, which optimizer, whether an evaluation lies in the window.
+Each family is a model under published_models/ (or of the transformers library) with the training loop of its
+description: where gradients are cleared, what is under autocast or no_grad, which optimizer, whether an evaluation lies
+in the window.
 """
 
 from __future__ import annotations

@@ -47,19 +47,20 @@ class Row:
 
     @property
     def lets_oom_through(self) -> bool:
-        """A budget of what was predicted (the context is the same on both sides) is less than what the run reserved."""
+        """A budget of what was predicted is less than what the run reserved (the context is in both)."""
         return self.published_reserved_mib is not None and self.predicted_reserved_mib < self.published_reserved_mib
 
     @property
     def surely_oom(self) -> bool:
-        """Not even what the run had allocated fits into the predicted reserved memory."""
+        """Not even what the run had allocated would fit into a budget of what was predicted."""
         least = self.published_allocated_mib
         return least is not None and self.predicted_reserved_mib < least
 
     def line(self) -> str:
         return (
-            f"{self.id} {self.title:70.70s} allocated {_pair(self.predicted_allocated_mib, self.published_allocated_mib)}"
-            f"  reserved {_pair(self.predicted_reserved_mib, self.published_reserved_mib)}  {self.seconds:.1f} s"
+            f"{self.id} {self.title:70.70s} "
+            f"allocated {_pair(self.predicted_allocated_mib, self.published_allocated_mib)}  "
+            f"reserved {_pair(self.predicted_reserved_mib, self.published_reserved_mib)}  {self.seconds:.1f} s"
         )
 
 
@@ -89,7 +90,7 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def summary(rows: list[Row]) -> dict[str, Any]:
-    """Absolute relative errors by group: all, confidence high, and each family; and how often a prediction is too low."""
+    """Absolute relative errors by group: all, confidence high, each family; and how often a prediction is too low."""
     groups = {"all": rows, "confidence high": [r for r in rows if r.confidence == "high"]}
     for family in sorted({r.family for r in rows}):
         groups[family] = [r for r in rows if r.family == family]
@@ -121,7 +122,8 @@ def render(rows: list[Row]) -> str:
         lines.append("| " + " | ".join(cells) + " |")
     lines += [
         "",
-        "| id | setting | confidence | allocated: published | predicted | error | reserved: published | predicted | error | peak |",
+        "| id | setting | confidence | allocated: published | predicted | error "
+        "| reserved: published | predicted | error | peak |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|---|",
     ]
     for r in rows:

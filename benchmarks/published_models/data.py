@@ -9,7 +9,7 @@ Batch = dict[str, Tensor]
 
 
 class RandomTokens:
-    """inputs and targets [B, seq_len] int64, uniform over the vocabulary; the same for every step, as in the published loops."""
+    """inputs and targets [B, seq_len] int64, uniform over the vocabulary; the same for every step, as published."""
 
     def __init__(self, vocabulary: int, seq_len: int, seed: int = 0, targets_are_inputs: bool = False) -> None:
         self.vocabulary, self.seq_len, self.seed = vocabulary, seq_len, seed

@@ -1,4 +1,4 @@
-"""Qwen2.5-0.5B's loss as the published notebooks take it: from the transformers library, which shifts the labels itself."""
+"""Qwen2.5-0.5B and its loss as the published notebooks take it: from transformers, which shifts the labels itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The 124M GPT of "Build a Large Language Model From Scratch" (chapter 5), in the steps of its speed comparison, written anew.
+"""The 124M GPT of "Build a Large Language Model From Scratch" in the steps of its speed comparison, written anew.
 
 Variants, each on top of the one before (the optimizer is the workload's business: fused AdamW from `bf16` on):
 

@@ -21,18 +21,45 @@ class Mlp(nn.Sequential):
         )
 
 
+class SelfAttention(nn.Module):
+    """nn.MultiheadAttention(batch_first=True) on one input, without weights returned, as torch 2.1 of June 2023 ran it.
+
+    Two things differ from today's torch: the input is laid out anew with the sequence first before it is projected, and
+    the attention's result is a tensor of its own whatever the layout of the queries (flash attention 1 filled a fresh
+    contiguous one, the memory-efficient kernel still does), so that laying it out for the last projection is a copy.
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * width, width).normal_(std=width**-0.5))
+        self.in_proj_bias = nn.Parameter(torch.zeros(3 * width))
+        self.out_proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, S, width] -> [B, S, width]."""
+        batch, length, width = x.shape
+        x = x.transpose(0, 1)
+        packed = F.linear(x, self.in_proj_weight, self.in_proj_bias)
+        packed = packed.unflatten(-1, (3, width)).unsqueeze(0).transpose(0, -2).squeeze(-2).contiguous()
+        q, k, v = (t.view(length, batch, self.heads, -1).permute(1, 2, 0, 3) for t in packed.unbind(0))
+        out = F.scaled_dot_product_attention(q, k, v)
+        laid_out = out.permute(2, 0, 1, 3).clone(memory_format=torch.contiguous_format)
+        return self.out_proj(laid_out.view(length * batch, width)).view(length, batch, width).transpose(0, 1)
+
+
 class Block(nn.Module):
     def __init__(self, width: int, hidden: int, heads: int) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(width, eps=1e-6)
-        self.self_attention = nn.MultiheadAttention(width, heads, dropout=0.0, batch_first=True)
+        self.self_attention = SelfAttention(width, heads)
         self.dropout = nn.Dropout(0.0)
         self.ln_2 = nn.LayerNorm(width, eps=1e-6)
         self.mlp = Mlp(width, hidden)
 
     def forward(self, given: Tensor) -> Tensor:
         x = self.ln_1(given)
-        x, _ = self.self_attention(x, x, x, need_weights=False)
+        x = self.self_attention(x)
         x = self.dropout(x)
         x = x + given
         y = self.ln_2(x)
@@ -82,7 +109,7 @@ class LateAdam(torch.optim.Adam):
 class LateClearing:
     """Cross-entropy that clears the gradients of the step before once the forward pass is done.
 
-    Has no `count`: it returns the mean over the samples. With `accumulation` micro-batches per step, only the first clears.
+    Has no `count`: it returns the mean over the samples. With `accumulation` micro-batches per step, the first clears.
     """
 
     def __init__(self, accumulation: int = 1, late: bool = True) -> None:

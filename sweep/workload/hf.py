@@ -20,8 +20,8 @@ KEY = "workload.model.config"
 def causal_lm(config: Mapping[str, Any] | str, attention: Any = "sdpa") -> nn.Module:
     """The model that `config` describes, in fp32, with random weights and without a key/value cache.
 
-    config: values of a transformers config with its `model_type`, such as {model_type: llama, hidden_size: 2048}; what is
-        left out has the library's default. Or the path of a `config.json`.
+    config: values of a transformers config with its `model_type`, such as {model_type: llama, hidden_size: 2048}; what
+        is left out has the library's default. Or the path of a `config.json`.
     attention: "sdpa" or "eager".
 
     It takes token ids [B, S] int64 as its first argument and returns an object with `.logits` [B, S, vocabulary].
@@ -63,8 +63,9 @@ def _without_packing(model: nn.Module) -> nn.Module:
     Versions 4.53 to 4.57 build a mask of S x S for it, which keeps the fused attention kernels away; later ones read a
     value, which makes the device wait and cannot be predicted.
     """
-    from transformers import masking_utils
+    from transformers import masking_utils as library
 
+    masking_utils: Any = library
     original = getattr(masking_utils, "find_packed_sequence_indices", None)
     if original is None:
         return model
@@ -88,7 +89,9 @@ def _read(path: str) -> dict[str, Any]:
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise BadInput(KEY, path, f"cannot be read ({_hint(error)})", "give values, or the path of a config.json") from error
+        raise BadInput(
+            KEY, path, f"cannot be read ({_hint(error)})", "give values, or the path of a config.json"
+        ) from error
     if not isinstance(values, dict):
         raise BadInput(KEY, path, "holds no object", "give the config.json of a model")
     return values
