@@ -63,10 +63,6 @@ class HollowLedger(Ledger):
         self._known = self._forms.known
         self._real: dict[int, weakref.ref[Any]] = {}  # storages of the tensors that have values
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled on hollow tensors, and the guard costs as much as the dispatch itself
-
     def __enter__(self) -> Self:
         super().__enter__()
         if self._entered == 1:
@@ -92,19 +88,19 @@ class HollowLedger(Ledger):
 
     # -- dispatch ----------------------------------------------------------------------------------------------------
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         op = self._ops.get(func)
         if op is None:
             op = self._describe(func)
         effect = op.effect
         if effect is Effect.view:
-            return func(*args, **kwargs) if kwargs else func(*args)  # metadata only
+            return func(*args, **kwargs)  # metadata only
         if effect is Effect.mutates:
             if self._real and self._all_real(args, kwargs):
-                return func(*args, **(kwargs or {}))
+                return func(*args, **kwargs)
             if op.workspace is not None:
-                self._with_workspace(op, args, kwargs or {}, None)
-            return self._mutated(op, args, kwargs or {})
+                self._with_workspace(op, args, kwargs, None)
+            return self._mutated(op, args, kwargs)
         if effect is Effect.one_new or effect is Effect.new:
             if self._real and self._all_real(args, kwargs) and self._result_is_small(op, func, args, kwargs):
                 try:
@@ -114,15 +110,15 @@ class HollowLedger(Ledger):
             key = key_of(func, args, kwargs)
             form = self._known.get(key)
             if form is None:
-                form = self._known[key] = self._ask(op, func, args, kwargs or {})
+                form = self._known[key] = self._ask(op, func, args, kwargs)
             if op.known and _is_small(form.shape, form.dtype):
                 return self._computed(op, func, args, kwargs)
             if op.flops is not None:
-                self._count_flops(op, key, args, kwargs or {}, form)
+                self._count_flops(op, key, args, kwargs, form)
             if op.workspace is not None:
-                return self._made_with_workspace(op, args, kwargs or {}, form)
+                return self._made_with_workspace(op, args, kwargs, form)
             return self._new(form, op.name) if effect is Effect.one_new else self._made(form, op.name, [])
-        return self._rare(op, func, args, kwargs or {})
+        return self._rare(op, func, args, kwargs)
 
     def _describe(self, func: Any) -> Op:
         op = describe(func, self._workspaces.get(func))

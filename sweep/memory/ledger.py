@@ -8,8 +8,9 @@
         run_step(...)
     peak = ledger.peak()                    # results.Peak: peak, phase, operator, module, what was alive there
 
-It works on real CPU tensors, on fake ones (torch's FakeTensorMode on the `cpu` device; enter that mode first, the
-ledger inside) with the same numbers to the byte, and with `device_type="cuda"` on CUDA tensors.
+It works on real CPU tensors, on hollow ones (sweep.memory.hollow_ledger) with the same numbers to the byte, on fake ones
+(torch's FakeTensorMode on the `cpu` device; enter that mode first, the ledger inside), for which autograd itself adds
+up gradients in new memory, and with `device_type="cuda"` on CUDA tensors. It changes nothing of what it watches.
 
 What it sees: each storage that an operator returns for the first time while the ledger is entered, and what `track` is
 given. Tensors made earlier and not tracked are not counted, nor are views or in-place results of them. Memory that a
@@ -32,10 +33,10 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sweep.errors import DeviceOutOfMemory
 from sweep.memory.host import host, host_memory
+from sweep.memory.intercept import Intercept
 from sweep.memory.ledger_log import NO_NODE, Event, Log, round_up
 from sweep.memory.ledger_modules import ModuleNames
 from sweep.memory.ledger_ops import Effect, Op, describe
@@ -56,7 +57,7 @@ class _Storage(weakref.ref):
     key: int
 
 
-class Ledger(TorchDispatchMode):
+class Ledger:
     """See the module's docstring. Also a listener of `sweep.step.Phases`.
 
     capacity_bytes: an allocation that would exceed it raises DeviceOutOfMemory and is not recorded. None: no limit.
@@ -72,7 +73,6 @@ class Ledger(TorchDispatchMode):
         workspaces: Mapping[Any, Workspace] | None = None,
         count_python_data: bool = True,
     ) -> None:
-        super().__init__()
         self.capacity_bytes = capacity_bytes
         self.device_type = device_type
         self.log = Log()
@@ -87,6 +87,7 @@ class Ledger(TorchDispatchMode):
         self._in_data = self._in_forward = self._in_backward = False
         self._micro_step = -1
         self._entered = 0
+        self._intercept = Intercept(self)
         self._live: dict[int, _Storage] = {}
         live, end = self._live, self.log.end
 
@@ -211,11 +212,11 @@ class Ledger(TorchDispatchMode):
         if self._entered == 1:
             for model, _ in self._tracked:
                 self._names.install(model)
-        super().__enter__()
+        self._intercept.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
+        self._intercept.__exit__(*error)
         self._entered -= 1
         if not self._entered:
             self._names.remove()
@@ -260,15 +261,16 @@ class Ledger(TorchDispatchMode):
 
     # -- operators ---------------------------------------------------------------------------------------------------
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator and see what it allocates (see sweep.memory.intercept)."""
         op = self._ops.get(func)
         if op is None:
             op = self._ops[func] = describe(func, self._workspaces.get(func))
         if op.effect is Effect.resizes:
-            return self._resizing(op, func, args, kwargs or {})
-        out = func(*args, **kwargs) if kwargs else func(*args)
+            return self._resizing(op, func, args, kwargs)
+        out = func(*args, **kwargs)
         if op.workspace is not None:
-            self._with_workspace(op, args, kwargs or {}, out)
+            self._with_workspace(op, args, kwargs, out)
         elif op.effect is Effect.one_new:
             self._see(out, op.name)
         elif op.effect is Effect.new:
