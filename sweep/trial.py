@@ -65,8 +65,6 @@ def _run(config: Config, result: TrialResult, progress: Progress) -> None:
     capacity = config.device.capacity_mib if device.type == "cpu" else limit_memory(config, device)
     try:
         result.prediction = predict(config, data=data)
-    except BadInput:
-        raise
     except Exception as error:  # a trial that cannot be predicted can still be measured
         result.prediction_error = one_line(error)
 
