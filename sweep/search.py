@@ -122,14 +122,13 @@ class Search:
         room = self.limits.room(self.launched)
         while len(batch) < room and not (self.sampler.exhaustive and self._unknown.keys() <= self._running):
             trial = self._ask()
-            job = self._compose(trial)
-            if job is None:
-                pass
-            elif self.space.identity(job.point) in self._running:
+            job = Job(trial.number, trial.params, self.space.overrides(trial.params), DictConfig({}))
+            identity = self.space.identity(job.point)
+            if identity in self._running:
                 twins.append((trial, job))
             elif self._needs_run(trial, job):
                 batch.append((trial, job))
-                self._running.add(self.space.identity(job.point))
+                self._running.add(identity)
             if self._why_end() is not None or len(twins) >= REPEATS_IN_A_ROW:
                 break
         if batch:
@@ -174,25 +173,20 @@ class Search:
             return next((p for i, p in self._unknown.items() if i not in self._running), None)
         return None
 
-    def _compose(self, trial: optuna.Trial) -> Job | None:
-        point = trial.params
-        job = Job(trial.number, point, self.space.overrides(point), DictConfig({}))
+    def _needs_run(self, trial: optuna.Trial, job: Job) -> bool:
+        """Whether a job must be launched: not where the memory or the preflight answers, or composing fails."""
+        known = self._known.get(self.space.identity(job.point))
+        if known is not None and (known.answered_by != BY_PREFLIGHT or self.preflight is None):
+            self._answer_from_memory(trial, job)
+            return False
         asked = {"owner": owner(), "overrides": job.overrides, "fixed": self.fixed}
         try:
             job.config, job.folder = self.runner.compose(trial.number, job.overrides)
         except Exception as error:
             trial.set_user_attr(JOB, asked)
             self._tell(trial, job, read_exception(error), BY_PREFLIGHT)
-            return None
-        trial.set_user_attr(JOB, asked | ({"folder": str(job.folder)} if job.folder is not None else {}))
-        return job
-
-    def _needs_run(self, trial: optuna.Trial, job: Job) -> bool:
-        """Answer a candidate from memory or by the preflight where that is possible."""
-        known = self._known.get(self.space.identity(job.point))
-        if known is not None and (known.answered_by != BY_PREFLIGHT or self.preflight is None):
-            self._answer_from_memory(trial, job)
             return False
+        trial.set_user_attr(JOB, asked | ({"folder": str(job.folder)} if job.folder is not None else {}))
         job.estimate = self._judge(job)
         if job.estimate is None or job.estimate.run:
             return True

@@ -42,16 +42,16 @@ def run_sweep(
 ) -> list[Record]:
     """Search, say and write the result.
 
-    Raises BadInput for what a person can mend; without HYDRA_FULL_ERROR=1 it is printed as one line, and the exit code
-    is 2. Exits with 3 where no trial is feasible.
+    Raises BadInput, or Hydra's own errors, for what a person can mend; without HYDRA_FULL_ERROR=1 they are printed as one
+    line, and the exit code is 2. Exits with 3 where no trial is feasible.
     """
     try:
         search = make_search(settings, arguments, context, config, launcher, task_function)
         found = search.run()
-    except BadInput as error:
+    except (BadInput, HydraException, OmegaConfBaseException) as error:
         if os.environ.get("HYDRA_FULL_ERROR", "0") == "1":
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(EXIT_BAD_INPUT) from error
     finally:
         sys.stdout.flush()

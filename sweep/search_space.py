@@ -7,7 +7,6 @@ grid alike; `int(interval(a, b))` includes both ends, as optimizing sweepers hav
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +29,6 @@ from optuna.distributions import (
     CategoricalDistribution,
     FloatDistribution,
     IntDistribution,
-    distribution_to_json,
 )
 from optuna.trial import BaseTrial
 
@@ -148,11 +146,8 @@ class Space:
         return found
 
     def describe(self) -> dict[str, str]:
-        """What must stay the same within a study, per key."""
-        said = {}
-        for key, p in self.parameters.items():
-            words = json.dumps(list(p.texts)) if p.texts else ""
-            said[key] = distribution_to_json(p.distribution) + words
+        """What must stay the same within a study, per key, in words that tell any two spaces apart."""
+        said = {key: describe(p) for key, p in self.parameters.items()}
         if self.extend_name:
             said["hydra.sweeper.custom_search_space"] = self.extend_name
         return said
@@ -284,12 +279,14 @@ def bare(key: str) -> str:
 
 
 def describe(parameter: Parameter) -> str:
+    """The values of a parameter as a person would write them."""
     d = parameter.distribution
     if isinstance(d, CategoricalDistribution):
-        return ", ".join(parameter.texts)
+        return ",".join(parameter.texts)
     assert isinstance(d, (IntDistribution, FloatDistribution))
+    kind = "int" if isinstance(d, IntDistribution) else "float"
     step = f" in steps of {d.step:g}" if d.step not in (None, 1) else ""
-    return f"{d.low:g} to {d.high:g}{step}"
+    return f"{kind} from {d.low!r} to {d.high!r}{step}{', log' if d.log else ''}"
 
 
 def iter_texts(space: Space) -> Iterator[tuple[str, list[str]]]:

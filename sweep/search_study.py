@@ -156,13 +156,11 @@ def _check_space(study: optuna.Study, space: Space) -> None:
         before, now = _space_of_trials(study, space)
     for key in sorted(set(before) | set(now)):
         if before.get(key) != now.get(key):
-            wrong = "was not searched" if key not in before else "was searched with other values"
-            if key not in now:
-                wrong = "was searched and is not any more"
+            was = f"was searched as {before[key]}" if key in before else "was not searched"
             raise BadInput(
                 key,
                 now.get(key, "(not searched)"),
-                f"{wrong} when the study {study.study_name} was begun",
+                f"{was} when the study {study.study_name} was begun",
                 "go on with the same space, or give hydra.sweeper.study_name=NAME or hydra.sweeper.resume=false "
                 "for a new study",
             )

@@ -293,12 +293,13 @@ def test_case_7_a_changed_question_is_refused_before_anything_is_asked(app):
 def test_case_7_on_the_command_line_it_is_one_line_and_exit_code_2(app):
     words = budget("x=1,2,3", "y=3,4", "hydra.sweeper.n_trials=1")
     assert run(app, *words).returncode == 0
-    for changed in (["hydra.sweeper.direction=maximize"], ["x=1,2,4"]):
+    for changed in (["hydra.sweeper.direction=maximize"], ["x=1,2,4"], ["nothere=1,2"]):
         done = run(app, *words, *changed)
         assert done.returncode == 2
         assert len(done.stderr.strip().splitlines()) == 1, done.stderr
         assert done.stderr.startswith("error: ")
         assert "Traceback" not in done.stderr
+        assert changed[0].partition("=")[0] in done.stderr
     assert len(study_of(app / "mlruns" / "optuna.db").trials) == 1
 
 
@@ -325,7 +326,7 @@ def test_case_9_a_grid_has_the_samplers_values_and_runs_them_all(app):
     for name, sampler in (("grid", "GridSampler"), ("random", "RandomSampler")):
         seen: list[tuple[Any, ...]] = []
         words = ["x=range(0,5)", "y=range(0,1,0.5)", "db=glob(*)"]
-        given = {"sampler": f"{{_target_:optuna.samplers.{sampler}}}", "study_name": name}
+        given = {"sampler": f"{{_target_:optuna.samplers.{sampler}}}", "storage": "null"}
         if name == "random":
             given["n_trials"] = "200"
         sweep(app, lambda cfg, seen=seen: seen.append((cfg.x, cfg.y, cfg.db.name)) or cfg.x, *words, **given)

@@ -285,11 +285,11 @@ def test_the_gaussian_process_gets_as_many_constraints_in_every_trial(storage):
     assert {tuple(r.constraints) for r in s.run()} == {("out_of_memory",)}
 
 
-def test_constraints_guide_the_sampler(storage):
+def test_constraints_guide_the_sampler():
     """Random search would run out of memory in four of five trials."""
     s = search(
-        storage, ["x=interval(0,5)", "y=interval(0,1)"], lambda c: out_of_memory_if(c.x > 1), sampler="tpe",
-        n_trials=40, directions=["maximize"],
+        open_storage(None, ROOT, ROOT), ["x=interval(0,5)", "y=interval(0,1)"], lambda c: out_of_memory_if(c.x > 1),
+        sampler="tpe", n_trials=40, directions=["maximize"],
     )  # fmt: skip
     found = s.run()
     assert sum(r.outcome == "oom_device" for r in found) < 26
