@@ -42,8 +42,8 @@ def run_sweep(
 ) -> list[Record]:
     """Search, say and write the result.
 
-    Raises BadInput, or Hydra's own errors, for what a person can mend; without HYDRA_FULL_ERROR=1 they are printed as one
-    line, and the exit code is 2. Exits with 3 where no trial is feasible.
+    Raises BadInput, or Hydra's own errors, for what a person can mend; without HYDRA_FULL_ERROR=1 they are printed
+    as one line, and the exit code is 2. Exits with 3 where no trial is feasible.
     """
     try:
         search = make_search(settings, arguments, context, config, launcher, task_function)
