@@ -96,6 +96,7 @@ def test_config_file_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        (None, "workload.model.config=null: has to be given; give values, such as '{model_type: llama"),
         ({"hidden_size": 32}, "has no model_type"),
         ({"model_type": "no_such_model"}, "workload.model.config=no_such_model: is no model of transformers"),
         ({**LLAMA, "num_hidden_layers": "three"}, "workload.model.config=llama: "),

@@ -17,7 +17,7 @@ from sweep.errors import BadInput
 KEY = "workload.model.config"
 
 
-def causal_lm(config: Mapping[str, Any] | str, attention: Any = "sdpa") -> nn.Module:
+def causal_lm(config: Mapping[str, Any] | str | None, attention: Any = "sdpa") -> nn.Module:
     """The model that `config` describes, in fp32, with random weights and without a key/value cache.
 
     config: values of a transformers config with its `model_type`, such as {model_type: llama, hidden_size: 2048}; what
@@ -38,10 +38,13 @@ def causal_lm(config: Mapping[str, Any] | str, attention: Any = "sdpa") -> nn.Mo
             "needs the transformers library, which is not installed",
             "pip install 'transformers>=4.56', or choose another workload",
         ) from error
+    example = "such as '{model_type: llama, hidden_size: 2048, num_hidden_layers: 16}'"
+    if config is None:
+        raise BadInput(KEY, None, "has to be given", f"give values, {example}, or the path of a config.json")
     values = dict(_read(config) if isinstance(config, str) else config)
     kind = values.pop("model_type", None)
     if kind is None:
-        raise BadInput(KEY, config, "has no model_type", "give one, such as {model_type: llama, hidden_size: 2048}")
+        raise BadInput(KEY, config, "has no model_type", f"give one, {example}")
     for meaningless in ("architectures", "transformers_version", "torch_dtype", "dtype", "_name_or_path"):
         values.pop(meaningless, None)
     values["use_cache"] = False  # a cache grows under recomputation, and training has no use for one
