@@ -93,7 +93,7 @@ def everything(points: Path, out: Path) -> None:
         setting = setting_of(point)
         rows.append(Row.of(point, setting.family, predicted(setting)))
         print(rows[-1].line(), flush=True)
-    write_json({"rows": rows, "summary": summary(rows)}, out / "published.json")
+    write_json({"summary": summary(rows), "rows": [row.as_dict() for row in rows]}, out / "published.json")
     notes = (ROOT / "benchmarks" / "published_notes.md").read_text(encoding="utf-8")
     page = f"# Predicted and published peak memory\n\n{render(rows)}\n{notes}"
     (out / "published.md").write_text(page, encoding="utf-8")

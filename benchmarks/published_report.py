@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from sweep.results import Prediction
@@ -55,6 +55,9 @@ class Row:
         """Not even what the run had allocated would fit into a budget of what was predicted."""
         least = self.published_allocated_mib
         return least is not None and self.predicted_reserved_mib < least
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "allocated_error": self.allocated_error, "reserved_error": self.reserved_error}
 
     def line(self) -> str:
         return (

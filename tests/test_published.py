@@ -225,6 +225,19 @@ def test_bad_flags_give_one_line_and_exit_code_2(flags: str, message: str, capsy
     assert printed.err.startswith(message) and printed.err.count("\n") == 1 and printed.out == ""
 
 
+def test_all_points_of_a_file_are_compared_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    points = tmp_path / "points.json"
+    points.write_text(json.dumps([POINTS["p38"], POINTS["p42"]]))
+    assert published.main(["--points", str(points), "--out", str(tmp_path / "out")]) == 0
+    kept = json.loads((tmp_path / "out" / "published.json").read_text())
+    assert [row["id"] for row in kept["rows"]] == ["p38", "p42"]
+    assert abs(kept["rows"][0]["allocated_error"]) < 1e-5
+    assert kept["summary"]["cs336"]["points"] == 2
+    page = (tmp_path / "out" / "published.md").read_text()
+    assert page.startswith("# Predicted and published peak memory") and "| p42 | CS336 small" in page
+    assert "## Open questions" in page and "p38 CS336 small" in capsys.readouterr().out
+
+
 # -- the yardstick --
 
 
