@@ -7,6 +7,7 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from sweep.errors import DeviceOutOfMemory
 from sweep.memory.allocator import replay
 from sweep.memory.hollow_ledger import HollowLedger
+from sweep.memory.intercept import Intercept
 from sweep.memory.ledger import Ledger, host_memory
 from sweep.results import MIB, Peak, Phase
 from sweep.step import Phases
@@ -452,3 +454,38 @@ def test_hooks_and_storages_are_let_go() -> None:
     assert not model._forward_hooks and not model._forward_pre_hooks
     del ledger
     assert model(torch.ones(1, 4)).shape == (1, 4)
+
+
+def test_the_ledger_changes_nothing_of_what_it_watches(tensors: str) -> None:
+    """The operators of a step, gradients added in place included, are those that run without a ledger."""
+    if tensors == "fake":
+        pytest.skip("autograd treats subclasses of tensors differently, with or without a ledger")
+
+    def model_step(model: nn.Module, x: Tensor) -> None:
+        hidden = model(x)
+        values = torch.softmax(hidden, -1) + hidden  # two gradients meet at `hidden`
+        (values - values.max(-1, keepdim=True)[0])[torch.arange(4)].sum().backward()
+
+    class Watch:
+        def __init__(self) -> None:
+            self.names: list[str] = []
+
+        def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+            self.names.append(func.name())
+            return func(*args, **kwargs)
+
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), torch.ones(4, 64)
+    watch = Watch()
+    with Intercept(watch):
+        model_step(model, x)
+    model.zero_grad(set_to_none=True)
+    assert {"aten::add_.Tensor", "aten::scatter_.src", "aten::_index_put_impl_"} <= set(watch.names)
+    with Ledger() as ledger:
+        ledger.track(model)
+        model_step(model, x)
+    allocating = [e.operator for e in ledger.events if e.kind == "malloc" and e.operator]
+    without = {name.split(".")[0].replace("::", ".") for name in watch.names}
+    assert set(allocating) <= without
+    assert allocating.count("aten.add") == 1, "the one of the forward pass"
+    assert "aten.scatter" not in allocating
+    assert "aten.index_put" not in allocating

@@ -1,12 +1,13 @@
 """Seeing every operator without being seen.
 
 While a TorchDispatchMode is active, autograd takes its tensors for subclasses and avoids writing to them: gradients are
-added up in new memory (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace), and the backward of max, gather and
-indexing copies (areAnyTensorSubclassLike). A ledger that was such a mode would change what it measures. So operators are
-caught at a dispatch key of their own below autograd, which none of these checks looks at: `Fake`, which torch keeps for
+added up in new memory (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace), and the backward of max, gather
+and indexing copies (areAnyTensorSubclassLike). A ledger that was such a mode would change what it measures. So
+operators are caught at a dispatch key below autograd which none of these checks looks at: `Fake`, which torch keeps for
 fake tensors in C++ and has no kernels for.
 
-FakeTensorMode's tensors are subclasses by themselves, and their operators run other operators inside; there a mode is used.
+FakeTensorMode's tensors are subclasses by themselves, and their operators run other operators inside; there a mode is
+used.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ _FAKE = _key("Fake")
 #: Where modes come after this key (older torch), operators are handed on to them first.
 _BEFORE_MODES = _FAKE.raw_repr() > _KeySet(torch._C.DispatchKey.Python).raw_repr()
 
-#: Views allocate nothing and need not be seen. `detach` must not be: a Parameter is made from its result, which may have
-#: no Python object yet.
+#: Views allocate nothing and need not be seen. `detach` must not be: a Parameter is made from its result, which may
+#: have no Python object yet.
 _VIEWS = """
-alias as_strided detach diagonal expand permute select.int slice.Tensor split.Tensor split_with_sizes squeeze squeeze.dim
-squeeze.dims t transpose.int unbind.int unfold unsqueeze view view.dtype _reshape_alias _unsafe_view
+alias as_strided detach diagonal expand permute select.int slice.Tensor split.Tensor split_with_sizes squeeze
+squeeze.dim squeeze.dims t transpose.int unbind.int unfold unsqueeze view view.dtype _reshape_alias _unsafe_view
 """
 
 _receivers: list[Receiver] = []  # innermost last; shared by all threads, since autograd's own run backward
@@ -70,7 +71,7 @@ class _Mode(TorchDispatchMode):
 
 
 class Intercept:
-    """A context in which this thread's operators, and those of the backward passes that it starts, go to a receiver.
+    """A context in which this thread's operators, and those of backward passes that it starts, go to a receiver.
 
     May be entered again, in other threads too.
     """

@@ -8,9 +8,9 @@
         run_step(...)
     peak = ledger.peak()                    # results.Peak: peak, phase, operator, module, what was alive there
 
-It works on real CPU tensors, on hollow ones (sweep.memory.hollow_ledger) with the same numbers to the byte, on fake ones
-(torch's FakeTensorMode on the `cpu` device; enter that mode first, the ledger inside), for which autograd itself adds
-up gradients in new memory, and with `device_type="cuda"` on CUDA tensors. It changes nothing of what it watches.
+It works on real CPU tensors, on hollow ones (sweep.memory.hollow_ledger) with the same numbers to the byte, with
+`device_type="cuda"` on CUDA tensors, and on fake ones (torch's FakeTensorMode on the `cpu` device; enter that mode
+first, the ledger inside), for which autograd itself allocates a little more. It changes nothing of what it watches.
 
 What it sees: each storage that an operator returns for the first time while the ledger is entered, and what `track` is
 given. Tensors made earlier and not tracked are not counted, nor are views or in-place results of them. Memory that a
@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from sweep.errors import DeviceOutOfMemory
+from sweep.memory.accumulation import ADD, can_be_added_in_place, in_engine, references_of_the_engine, storage_id
 from sweep.memory.host import host, host_memory
 from sweep.memory.intercept import Intercept
 from sweep.memory.ledger_log import NO_NODE, Event, Log, round_up
@@ -212,6 +213,7 @@ class Ledger:
         if self._entered == 1:
             for model, _ in self._tracked:
                 self._names.install(model)
+        references_of_the_engine()
         self._intercept.__enter__()
         return self
 
@@ -268,6 +270,8 @@ class Ledger:
             op = self._ops[func] = describe(func, self._workspaces.get(func))
         if op.effect is Effect.resizes:
             return self._resizing(op, func, args, kwargs)
+        if func is ADD and self._adds_gradients(args, kwargs):
+            return args[0].add_(args[1])
         out = func(*args, **kwargs)
         if op.workspace is not None:
             self._with_workspace(op, args, kwargs, out)
@@ -278,6 +282,13 @@ class Ledger:
         elif op.effect is Effect.python_data and self._count_python_data:
             self._see(out, op.name)
         return out
+
+    def _adds_gradients(self, args: Any, kwargs: Any) -> bool:
+        """Whether autograd's engine adds up gradients, and would do so in place (see sweep.memory.accumulation)."""
+        if kwargs or len(args) != 2 or not in_engine():
+            return False
+        owners = 2 if storage_id(args[0]) in self._live else 1
+        return can_be_added_in_place(args[0], args[1], owners)
 
     def _see_all(self, out: Any, op: Op) -> None:
         if isinstance(out, Tensor):
