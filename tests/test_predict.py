@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import sweep.predict
+import sweep.predict_run
 from sweep.errors import CannotPredict
 from sweep.memory.ledger import Ledger
 from sweep.predict import predict
@@ -313,8 +314,8 @@ print(prediction.at_peak_mib["parameter"], prediction.fits, resource.getrusage(r
 
 def test_a_sweep_builds_the_model_once(text: DataSource, monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
-    original = sweep.predict.build_workload
-    monkeypatch.setattr(sweep.predict, "build_workload", lambda *a: built.append(1) or original(*a))
+    original = sweep.predict_run.build_workload
+    monkeypatch.setattr(sweep.predict_run, "build_workload", lambda *a: built.append(1) or original(*a))
     peaks = []
     for micro in (1, 2, 4):
         conf = config(

@@ -26,8 +26,9 @@ from sweep.memory.accumulation import ADD
 from sweep.memory.hollow import hollow, is_hollow, make
 from sweep.memory.hollow_forms import Form, Forms, Result, key_of, results_of, shapes_of
 from sweep.memory.host import host
-from sweep.memory.ledger import Ledger, Workspace
+from sweep.memory.ledger import Ledger
 from sweep.memory.ledger_ops import Effect, Op, describe
+from sweep.memory.ledger_watch import Workspace
 from sweep.results import Category
 
 #: Operators from here are torch's own; others are custom, and what they allocate is unknown.
@@ -173,8 +174,9 @@ class HollowLedger(Ledger):
 
     def _made_with_workspace(self, op: Op, args: Any, kwargs: Any, form: Form) -> Any:
         assert op.workspace is not None
-        ids = [self.allocate(nbytes, op.name) for nbytes in op.workspace(args, kwargs, form) if nbytes > 0]
+        ids: list[int] = []
         try:
+            ids.extend(self.allocate(nbytes, op.name) for nbytes in op.workspace(args, kwargs, form) if nbytes > 0)
             return self._made(form, op.name, [])
         finally:
             for id in reversed(ids):
@@ -285,12 +287,8 @@ class HollowLedger(Ledger):
         if storage.nbytes() <= old.nbytes():
             tensor.set_(old, tensor.storage_offset(), shape, new.stride())
             return
-        known = self._live.pop(old._cdata, None)
-        category = self.log.category[known.id] if known is not None else Category.temporary
         tensor.set_(storage, 0, shape, new.stride())
-        self._watch(storage, storage.nbytes(), category, operator)
-        if known is not None:
-            self.log.end(known.id)
+        self._replace(self._live.pop(old._cdata, None), storage, storage.nbytes(), operator)
 
 
 def _argument(op: Op, position: int, args: Any, kwargs: Any) -> Any:
