@@ -193,6 +193,8 @@ def _verdict(decisions: list[Decision]) -> str:
 def _evidence(results: list[TrialResult]) -> str:
     """The weakest evidence among what ran; predicted where nothing did."""
     ran = [r.evidence for r in results if r.measurement is not None]
+    if not ran:  # none came to an end, but running out of memory or to NaN is an observation, too
+        ran = [r.evidence for r in results if r.mode == "measure" and r.outcome != Outcome.over_budget.value]
     return min(ran, key=lambda e: STRENGTH.get(e, 0)) if ran else Evidence.predicted.value
 
 

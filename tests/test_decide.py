@@ -586,3 +586,11 @@ def test_every_reason_has_a_meaning_and_a_next_step_for_every_strategy() -> None
 def test_deciding_needs_no_torch() -> None:
     code = "import sys, sweep.decide; assert not {'torch', 'mlflow', 'matplotlib'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_trial_that_ran_and_failed_is_an_observation_and_no_prediction() -> None:
+    """Nothing was measured to the end, but out of memory and NaN happened here, on this CPU."""
+    failed = [trial("baseline", outcome="nan"), trial("checkpoint", outcome="oom_device")]
+    assert conclude(failed, BudgetConf(), None).evidence == "cpu"
+    refused = [trial("baseline", outcome="over_budget"), trial("checkpoint", outcome="over_budget")]
+    assert conclude(refused, BudgetConf(), None).evidence == "predicted"
