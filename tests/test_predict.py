@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import sweep.predict
 import sweep.predict_run
 from sweep.errors import CannotPredict
+from sweep.measure import ledger_pass
 from sweep.memory.ledger import Ledger
 from sweep.predict import predict
 from sweep.results import MIB, Peak
@@ -97,6 +98,14 @@ def test_equals_the_ledgers_measurement_to_the_byte(workload: str, dtype: str, s
     assert prediction.allocated_mib == prediction.reserved_mib == peak.mib
     assert (prediction.to_host_mib, prediction.from_host_mib) == (to_host, from_host)
     assert (to_host > 0) == (strategy in ("offload", "hybrid"))
+
+
+def test_equals_what_a_trial_on_a_cpu_reports(text: DataSource) -> None:
+    conf = config(
+        "workload=gpt_tiny", "workload.seq_len=32", "workload.global_batch_size=2", "device=cpu", "strategy=hybrid"
+    )
+    conf.strategy.offload.min_tensor_kib = 1
+    assert predict(conf, text).peak == ledger_pass(conf, CPU, text, None)
 
 
 @pytest.mark.parametrize("implementation", ["loop", "foreach", "fused"])

@@ -1,0 +1,148 @@
+"""Tensors without memory: what operators on them return, what they refuse, and what can be read all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sweep.errors import CannotPredict
+from sweep.memory.hollow import hollow, is_hollow
+from sweep.memory.hollow_ledger import HollowLedger
+
+
+def test_a_tensor_of_a_tebibyte_takes_no_memory_and_can_be_shown() -> None:
+    x = hollow((2**28, 1024), torch.float32)
+    assert is_hollow(x)
+    assert x.untyped_storage().nbytes() == 2**40
+    assert "0." in repr(x[:2])
+    assert not is_hollow(torch.ones(3))
+
+
+def test_its_memory_is_not_handed_out() -> None:
+    x = hollow((4, 4), torch.float32)
+    for take in (lambda: x.numpy(), lambda: np.asarray(x), lambda: x.data_ptr(), lambda: x.add_(1)):
+        with pytest.raises(RuntimeError):
+            take()
+
+
+CASES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "add": lambda x, y: x + y,
+    "matmul": lambda x, y: x @ y.mT,
+    "transposed": lambda x, y: (x.mT * 2).contiguous(),
+    "reduce": lambda x, y: x.sum(-1, keepdim=True),
+    "max": lambda x, y: x.max(-1),
+    "softmax": lambda x, y: torch.softmax(x, -1),
+    "layer_norm": lambda x, y: F.layer_norm(x, x.shape[-1:]),
+    "compare": lambda x, y: x > y,
+    "where": lambda x, y: torch.where(x > 0, x, 0.0),
+    "cat": lambda x, y: torch.cat([x, y], -1),
+    "split": lambda x, y: torch.split(x * 1, 3, -1),
+    "topk": lambda x, y: torch.topk(x, 2),
+    "sort": lambda x, y: torch.sort(x),
+    "gather": lambda x, y: torch.gather(x, -1, y.argmax(-1, keepdim=True)),
+    "embedding": lambda x, y: F.embedding(torch.zeros(3, 2, dtype=torch.long), x[0]),
+    "index": lambda x, y: x[:, torch.tensor([0, 2])],
+    "conv": lambda x, y: F.conv1d(x, y[:, :5, :3]),
+    "pool": lambda x, y: F.max_pool1d(x, 2, return_indices=True),
+    "cast": lambda x, y: x.to(torch.float64),
+    "var_mean": lambda x, y: torch.var_mean(x, -1),
+    "einsum": lambda x, y: torch.einsum("bij,bkj->bik", x, y),
+    "interpolate": lambda x, y: F.interpolate(x, scale_factor=2.0),
+    "pad": lambda x, y: F.pad(x, (1, 2)),
+    "cumsum": lambda x, y: x.cumsum(-1),
+    "one_hot": lambda x, y: F.one_hot(torch.arange(3), 7),
+    "attention": lambda x, y: F.scaled_dot_product_attention(x[None], y[None], y[None]),
+    "cross_entropy": lambda x, y: F.cross_entropy(x[0], torch.zeros(5, dtype=torch.long)),
+}
+
+
+def described(value: Any) -> list[tuple[Any, ...]]:
+    tensors = [value] if isinstance(value, Tensor) else list(value)
+    return [(tuple(t.shape), t.stride(), t.dtype, t.untyped_storage().nbytes()) for t in tensors]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_look_like_the_real_ones(name: str) -> None:
+    """Shape, strides, type and the size of the storage; the second call is answered from memory."""
+    real = described(CASES[name](torch.randn(2, 5, 8), torch.randn(2, 5, 8)))
+    x, y = (hollow((2, 5, 8), torch.float32) for _ in range(2))
+    with HollowLedger():
+        results = [CASES[name](x, y) for _ in range(2)]
+    assert described(results[0]) == real
+    assert described(results[1]) == real
+
+
+def test_a_numbers_kind_matters_and_its_value_does_not() -> None:
+    x = hollow((3,), torch.int64)
+    with HollowLedger() as ledger:
+        assert (x * 2).dtype is torch.int64
+        assert (x * 2.0).dtype is torch.float32
+        assert (x * True).dtype is torch.int64
+        before = len(ledger._known)
+        assert (x * 3.5).dtype is torch.float32
+        assert len(ledger._known) == before
+        assert torch.arange(0, 1, 0.25).shape == (4,)
+        assert torch.arange(0, 1, 0.5).shape == (2,)
+
+
+def test_known_values_can_be_read_and_computed_with() -> None:
+    with HollowLedger():
+        positions = torch.arange(10)
+        assert int((positions * 2).sum()) == 90
+        assert positions.tolist() == list(range(10))
+        assert (positions > 4).nonzero().shape == (5, 1)
+        counter = torch.tensor(0.0)
+        counter += 1
+        assert counter.item() == 1.0
+
+
+def test_known_values_are_lost_when_unknown_ones_are_written() -> None:
+    x = hollow((3,), torch.float32)
+    with HollowLedger():
+        total = torch.tensor(0.0)
+        total += x.sum()
+        with pytest.raises(CannotPredict, match="reads a value"):
+            total.item()
+
+
+def test_large_results_of_known_values_are_not_computed() -> None:
+    with HollowLedger() as ledger:
+        positions = torch.arange(60_000)
+        mask = positions[:, None] >= positions  # 3.6e9 elements
+        assert is_hollow(mask)
+        assert ledger.in_use_bytes > 3.6e9
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool((x > 0).any()),
+        lambda x: x.tolist(),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: torch.equal(x, x),
+        lambda x: torch.unique(x),
+        lambda x: float(x[0]),
+    ],
+)
+def test_unknown_values_are_refused(read: Callable[[Tensor], Any]) -> None:
+    x = hollow((3,), torch.float32)
+    with HollowLedger(), pytest.raises(CannotPredict):
+        read(x)
+
+
+def test_resizing_gives_another_storage() -> None:
+    with HollowLedger() as ledger:
+        x = torch.empty(100, 100)
+        torch.mm(torch.empty(500, 100), torch.empty(100, 100), out=x)
+        assert x.shape == (500, 100)
+        x.resize_(2, 3)
+        assert x.untyped_storage().nbytes() == 500 * 100 * 4
+        assert ledger.in_use_bytes == -(-500 * 100 * 4 // 512) * 512
