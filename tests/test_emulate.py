@@ -10,12 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sweep.errors import CannotPredict
-from sweep.memory.emulate import CublasWorkspaces, cublas_workspace_bytes, cuda_workspaces, emulated_cuda
+from sweep.memory.device import cublas_workspace_mib
+from sweep.memory.emulate import CublasWorkspaces, cuda_workspaces, emulated_cuda
 from sweep.memory.emulate_attention import Backend, choose
 from sweep.memory.hollow import hollow
 from sweep.memory.hollow_ledger import HollowLedger
 from sweep.memory.ledger import Event
 from sweep.results import MIB, Phase
+from sweep.schema import DeviceConf
 from sweep.step import Phases
 
 ADA, AMPERE, HOPPER, BLACKWELL, TURING, BLACKWELL_CONSUMER = (8, 9), (8, 0), (9, 0), (10, 0), (7, 5), (12, 0)
@@ -27,7 +29,8 @@ def size(numbers: int, bytes_each: int = 4) -> int:
 
 
 def ledger_for(capability: tuple[int, int]) -> HollowLedger:
-    cublas = CublasWorkspaces(cublas_workspace_bytes(capability))
+    card = DeviceConf("card", "cuda", compute_capability="{}.{}".format(*capability))
+    cublas = CublasWorkspaces(round(cublas_workspace_mib(card) * MIB))
     ledger = HollowLedger(workspaces=cuda_workspaces(cublas), count_python_data=False, as_cuda=True)
     cublas.ledger = ledger
     return ledger

@@ -37,7 +37,6 @@ from sweep.memory.emulate_autocast import CudaAutocast
 from sweep.memory.emulate_kernels import GEMM, REFUSED
 from sweep.memory.emulate_kernels import WORKSPACES as KERNEL_WORKSPACES
 from sweep.memory.ledger import Ledger
-from sweep.results import MIB
 
 aten = torch.ops.aten
 
@@ -55,16 +54,11 @@ NAMES = (
 )
 
 
-def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
-    """Default workspace per cuBLAS handle and stream: 2 x 4096 KiB + 8 x 16 KiB, 32 MiB on compute capability 9.
-
-    Source: parseChosenWorkspaceSize in ATen/cuda/CublasHandlePool.cpp. CUBLAS_WORKSPACE_CONFIG overrides it there.
-    """
-    return 32 * MIB if capability[0] == 9 else (2 * 4096 + 8 * 16) * 1024
-
-
 class CublasWorkspaces:
-    """Allocates the workspace when a thread first multiplies matrices; it then stays. To be given to a ledger."""
+    """Allocates the workspace when a thread first multiplies matrices; it then stays. To be given to a ledger.
+
+    nbytes: per cuBLAS handle and stream (sweep.memory.device.cublas_workspace_mib).
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
