@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import hydra
 from omegaconf import DictConfig
@@ -13,10 +14,10 @@ from sweep.cli import guarded
 
 
 @hydra.main(version_base="1.3", config_path=str(Path(__file__).resolve().parent / "conf"), config_name="config")
-def main(cfg: DictConfig) -> None:
+def main(cfg: DictConfig) -> Any:
     from sweep.session import run_job  # torch is imported only when a job really starts
 
-    run_job(cfg)
+    return run_job(cfg)
 
 
 if __name__ == "__main__":

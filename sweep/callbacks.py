@@ -9,10 +9,13 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from sweep.cli import not_swallowed
-from sweep.schema import typed
+from sweep.errors import BadInput
+from sweep.schema import Config, Mode, typed
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 class SweepCallback(Callback):
@@ -27,13 +30,14 @@ class SweepCallback(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         with not_swallowed():
-            _open(config, _jobs(config), Path(config.hydra.sweep.dir), sweep=True)
+            study = _settle_study(config)
+            _open(config, _jobs(config), Path(config.hydra.sweep.dir), sweep=True, study=study)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         _finish()
 
 
-def _open(config: DictConfig, jobs: list[DictConfig] | None, folder: Path, *, sweep: bool) -> None:
+def _open(config: DictConfig, jobs: list[DictConfig] | None, folder: Path, *, sweep: bool, study: str = "") -> None:
     configs = [typed(job) for job in jobs or []]
     # torch comes in here, after whatever is wrong with the words of the command line has been found.
     from sweep.memory.device import resolve_device
@@ -46,8 +50,58 @@ def _open(config: DictConfig, jobs: list[DictConfig] | None, folder: Path, *, sw
         check_trial(job, checked)
     first = configs[0] if configs else typed(_without_hydra(config))
     overrides = list(config.hydra.overrides.task)
-    session = Session.open(folder.resolve(), first, overrides, trials=len(configs) or None, sweep=sweep)
+    storage = config.hydra.sweeper.storage if study else None
+    session = Session.open(
+        folder.resolve(),
+        first,
+        overrides,
+        trials=first.search.n_trials if study else len(configs) or None,
+        sweep=sweep,
+        study=study,
+        storage=storage if isinstance(storage, str) else None,
+    )
     session.checked = checked
+
+
+def is_search(config: DictConfig) -> bool:
+    """Whether the sweeper of a composed command is ours."""
+    return str(config.hydra.sweeper._target_).endswith("BudgetSweeper")
+
+
+def _settle_study(config: DictConfig) -> str:
+    """Name a search's study and give it a folder of its own, so that the same command again finds both. "": no search.
+
+    Hydra composes every job anew from the words of the command line, so both are added there, too.
+    """
+    if not is_search(config):
+        return ""
+    from sweep.search_hydra import study_name
+    from sweep.search_space import encode
+
+    first = typed(_without_hydra(config))
+    _check_search(first)
+    hydra = GlobalHydra.instance().hydra
+    assert hydra is not None
+    name = study_name(config, f"{first.search.name or 'search'}-{first.workload.name}", hydra.config_loader, ROOT)
+    said = config.hydra.overrides.hydra
+    settled = {"hydra.sweeper.study_name": name, "hydra.sweeper.resume": True}
+    if config.hydra.sweeper.storage is not None and not any(str(w).startswith("hydra.sweep.dir=") for w in said):
+        settled["hydra.sweep.dir"] = str(ROOT / "multirun" / name)
+    with read_write(config), open_dict(config):
+        for key, value in settled.items():
+            OmegaConf.update(config, key, value)
+            said.append(f"{key}={encode(value)}")
+    return name
+
+
+def _check_search(config: Config) -> None:
+    """Raise BadInput for what a search cannot do, before anything runs."""
+    if config.mode is Mode.predict:
+        raise BadInput(
+            "mode", "predict", "a search measures", "leave it out, or predict without one: -m 'strategy=glob(*)'"
+        )
+    if not config.measure.ledger and config.device.type != "cuda":
+        raise BadInput("measure.ledger", False, "a search needs the peak of every trial", "leave it on")
 
 
 def _finish() -> None:
@@ -60,6 +114,8 @@ def _finish() -> None:
 
 def _jobs(config: DictConfig) -> list[DictConfig] | None:
     """The configs of all jobs that Hydra's own sweeper will launch; None for another one, which decides as it goes."""
+    if is_search(config):
+        return [_without_hydra(config)]
     if not str(config.hydra.sweeper._target_).endswith("BasicSweeper"):
         return None
     hydra = GlobalHydra.instance().hydra

@@ -16,6 +16,7 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 
 def guarded(main: Callable[[], Any]) -> int:
     """Run Hydra's main and return the exit code. With HYDRA_FULL_ERROR=1 exceptions keep their traceback."""
+    sys.argv = with_multirun(sys.argv)
     before = os.environ.get(FULL_ERROR)
     os.environ[FULL_ERROR] = "1"  # Hydra would print its own version of the error and exit with 1
     try:
@@ -37,6 +38,20 @@ def guarded(main: Callable[[], Any]) -> int:
         os.environ.pop(FULL_ERROR)
         if before is not None:
             os.environ[FULL_ERROR] = before
+
+
+#: Hydra's flags that say what to do; it takes one of them.
+_MODES = ("-m", "--multirun", "-r", "--run", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion", "-h", "--help",
+          "--hydra-help", "--version")  # fmt: skip
+
+
+def with_multirun(argv: list[str]) -> list[str]:
+    """A search is many trials: choosing one (`search=budget`, `hydra/sweeper=budget`) means --multirun."""
+    words = argv[1:]
+    searches = any(w.lstrip("+").startswith(("search=", "hydra/sweeper=")) for w in words)
+    searches &= not any(w.lstrip("+") in ("search=null", "search=") for w in words)
+    said = {w.partition("=")[0] for w in words if w.startswith("-")}
+    return [argv[0], "--multirun", *words] if searches and not said & set(_MODES) else argv
 
 
 class Escaping(BaseException):

@@ -209,6 +209,36 @@ class TrackingConf:
 
 
 @dataclass
+class SearchSpaceConf:
+    """What `search=budget` and `search=pareto` choose from. null: made from the workload and its model."""
+
+    micro_batch_sizes: Optional[list[int]] = None  # null: every divisor of the global batch
+    every_k: list[int] = field(default_factory=lambda: [4, 2, 1])  # every k-th block is recomputed
+    selective: bool = True  # blocks recomputed but for matmul and attention results
+    parts: Optional[list[str]] = None  # parts of a block, each by itself; null: those with a tenth of its parameters
+    placements: list[Placement] = field(
+        default_factory=lambda: [Placement.none, Placement.inputs, Placement.blocks, Placement.all]
+    )
+    first_blocks: Optional[list[int]] = None  # placement=blocks: how many of the first; null: a quarter, half, 3/4
+    min_tensor_kib: list[float] = field(default_factory=lambda: [64.0, 1024.0])
+
+
+@dataclass
+class SearchConf:
+    """The search for the fastest strategy that fits. See conf/search/."""
+
+    name: Optional[str] = None  # budget | pareto; null: no search, or one over a space of one's own
+    n_trials: Optional[int] = 20  # trials run, those of earlier commands included; null: until the space is exhausted
+    timeout_s: Optional[float] = None  # after that no new trial is begun
+    seed: int = 0  # of the sampler
+    preflight: bool = True  # a candidate that is predicted not to fit is not run
+    margin: float = 0.02  # share by which prediction and measurement may differ without being told
+    plan_points: int = 6  # candidates with the best estimates, tried right after the baseline; 0: no plan
+    report_best: int = 10  # trials in the report, beside the baseline
+    space: SearchSpaceConf = field(default_factory=SearchSpaceConf)
+
+
+@dataclass
 class Config:
     workload: WorkloadConf = MISSING
     strategy: StrategyConf = MISSING
@@ -216,6 +246,7 @@ class Config:
     device: DeviceConf = MISSING
     measure: MeasureConf = field(default_factory=MeasureConf)
     tracking: TrackingConf = field(default_factory=TrackingConf)
+    search: SearchConf = field(default_factory=SearchConf)
     mode: Mode = Mode.measure
     compare: bool = True  # run the baseline too, where the sweep leaves it out
 
@@ -312,6 +343,28 @@ def check(config: Config) -> None:
     _at_least("measure.eval_batches", m.eval_batches, 0)
     _at_least("measure.verify_steps", m.verify_steps, 1)
     _above_zero("measure.timeout_s", m.timeout_s)
+    _check_search(config.search, w.global_batch_size)
+
+
+def _check_search(s: SearchConf, global_batch_size: int) -> None:
+    _at_least("search.n_trials", s.n_trials, 1)
+    _above_zero("search.timeout_s", s.timeout_s)
+    _at_least("search.margin", s.margin, 0)
+    _at_least("search.plan_points", s.plan_points, 0)
+    _at_least("search.report_best", s.report_best, 1)
+    for key, least in (("micro_batch_sizes", 1), ("every_k", 1), ("first_blocks", 1), ("min_tensor_kib", 0)):
+        for value in getattr(s.space, key) or ():
+            _at_least(f"search.space.{key}", value, least)
+    for size in s.space.micro_batch_sizes or ():
+        if size > global_batch_size:
+            raise BadInput(
+                "search.space.micro_batch_sizes",
+                size,
+                f"is larger than the global batch of {global_batch_size} samples",
+                f"give 1 to {global_batch_size}",
+            )
+    if not s.space.placements:
+        raise BadInput("search.space.placements", "[]", "leaves nothing to choose", "give [none] for no offload")
 
 
 def _at_least(key: str, value: Optional[float], least: float) -> None:

@@ -188,6 +188,10 @@ class Search:
             return False
         trial.set_user_attr(JOB, asked | ({"folder": str(job.folder)} if job.folder is not None else {}))
         job.estimate = self._judge(job)
+        twin = self.records.get(job.estimate.same_as) if job.estimate and job.estimate.same_as is not None else None
+        if twin is not None and twin.ended and twin.launched:
+            self._answer_from_memory(trial, job, twin)
+            return False
         if job.estimate is None or job.estimate.run:
             return True
         if known is None:
@@ -211,8 +215,8 @@ class Search:
             self.progress.say(f"trial {job.number}: the preflight failed, so it is run ({why})")
             return None
 
-    def _answer_from_memory(self, trial: optuna.Trial, job: Job) -> bool:
-        known = self._known.get(self.space.identity(job.point))
+    def _answer_from_memory(self, trial: optuna.Trial, job: Job, twin: Record | None = None) -> bool:
+        known = twin if twin is not None else self._known.get(self.space.identity(job.point))
         if known is None:
             return False
         answer = Answer(

@@ -43,6 +43,7 @@ class Answer:
     info: dict[str, Any] = field(default_factory=dict)
     estimated: bool = False  # the values were not measured
     run: bool = True  # preflight only: whether to launch the job
+    same_as: int | None = None  # preflight only: number of an earlier trial whose measurement is this one's, too
 
     @property
     def violation(self) -> float:
@@ -104,7 +105,10 @@ def _complete(answer: Answer, told: Any, names: Sequence[str]) -> Answer:
 
 
 def read_preflight(returned: Any, names: Sequence[str]) -> Answer:
-    """What a preflight says: None or True lets the job run, `run` (or a violation) decides otherwise."""
+    """What a preflight says: None or True lets the job run, `run` (or a violation) decides otherwise.
+
+    `same_as` names an earlier trial that is the same but for its words; its measurement answers.
+    """
     if returned is None or returned is True:
         return Answer(estimated=True)
     if returned is False:
@@ -120,6 +124,7 @@ def read_preflight(returned: Any, names: Sequence[str]) -> Answer:
         folder=_text(get("folder")),
         info=dict(get("info") or {}),
         estimated=True,
+        same_as=get("same_as"),
     )
     told = get("values") if get("values") is not None else get("value")
     if told is not None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import HydraException
@@ -75,15 +76,7 @@ def make_search(
     quiet_optuna()
     settings = read_settings(given)
     job_config = without_hydra(config)
-    extend_name = given["custom_search_space"]
-    space = read_space(
-        OmegaConf.to_container(OmegaConf.create(given["params"] or {})),  # type: ignore[arg-type]
-        arguments,
-        context.config_loader,
-        hook(extend_name, "custom_search_space"),
-        job_config,
-        extend_name or "",
-    )
+    space = space_of(given, arguments, context.config_loader, job_config)
     if not space.parameters and space.extend is None:
         raise BadInput("command line", " ".join(arguments), "searches nothing", "give a key several values: key=1,2,3")
     runner = HydraRunner(context, config, launcher, settings.n_jobs)
@@ -97,7 +90,7 @@ def make_search(
 
     root = app_folder(task_function, config)
     storage = open_storage(given["storage"], root, Path(config.hydra.runtime.cwd))
-    fixed = fixed_digests(job_config, [bare(key) for key in space.parameters])
+    fixed = fixed_of(given, job_config, space)
     name = given["study_name"] or default_name(str(config.hydra.job.name), fixed, space)
     if not given["resume"]:
         name = free_name(storage, name)
@@ -123,6 +116,31 @@ def make_search(
         read=hook(given["read"], "read"),
         say=say,
     )
+
+
+def space_of(given: Mapping[str, Any], arguments: list[str], loader: ConfigLoader, job_config: DictConfig) -> Space:
+    """What the settings and the command line search."""
+    extend_name = given["custom_search_space"]
+    params: Any = OmegaConf.to_container(OmegaConf.create(given["params"] or {}))
+    return read_space(
+        params, arguments, loader, hook(extend_name, "custom_search_space"), job_config, extend_name or ""
+    )
+
+
+def fixed_of(given: Mapping[str, Any], job_config: DictConfig, space: Space) -> dict[str, str]:
+    """Digests of what is not searched and can change a result."""
+    return fixed_digests(job_config, [bare(key) for key in space.parameters], list(given["irrelevant"] or ()))
+
+
+def study_name(config: DictConfig, app: str, loader: ConfigLoader, root: Path) -> str:
+    """The name that the study of a composed command will have, known before it is opened; `app` begins it."""
+    given, arguments = config.hydra.sweeper, list(config.hydra.overrides.task)
+    job_config = without_hydra(config)
+    space = space_of(given, arguments, loader, job_config)
+    name = given.study_name or default_name(app, fixed_of(given, job_config, space), space)
+    if given.resume:
+        return str(name)
+    return free_name(open_storage(given.storage, root, Path(config.hydra.runtime.cwd)), str(name))
 
 
 def read_settings(given: Mapping[str, Any]) -> Settings:

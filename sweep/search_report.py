@@ -29,7 +29,7 @@ class Progress:
             return  # nothing new is known
         said = [f"[{of}] trial {r.number}: {self.result(r)}"]
         if r.overrides:
-            said.append(" ".join(r.overrides))
+            said.append(words(r))
         said.append(self.best_so_far(found))
         self.say(" | ".join(said))
 
@@ -89,5 +89,11 @@ _SAID = {
 }
 
 
+def words(r: Record) -> str:
+    """The words of a job that were searched; the fixed ones are the same for all."""
+    searched = {key.lstrip("+~") for key in r.params}
+    return " ".join(o for o in r.overrides if o.partition("=")[0].lstrip("+~") in searched)
+
+
 def _where(r: Record) -> str:
-    return " | ".join(x for x in (" ".join(r.overrides), r.folder or "") if x)
+    return " | ".join(x for x in (words(r), r.folder or "") if x)

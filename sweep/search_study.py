@@ -78,12 +78,15 @@ def _check_file(file: Path, url: str) -> None:
         raise BadInput(KEY, url, "is MLflow's database, which Optuna would break", "give a file of its own")
 
 
-def fixed_digests(config: DictConfig, searched: Sequence[str]) -> dict[str, str]:
-    """A short digest per key of all that is not searched: tells what changed without storing any value."""
+def fixed_digests(config: DictConfig, searched: Sequence[str], irrelevant: Sequence[str] = ()) -> dict[str, str]:
+    """A short digest per key of all that is not searched: tells what changed without storing any value.
+
+    irrelevant: keys, or whole nodes, that change no result.
+    """
     plain = OmegaConf.to_container(config, resolve=False)
     assert isinstance(plain, dict)
-    flat = _flat(plain, "")
-    return {k: digest_of(v) for k, v in sorted(flat.items()) if k not in searched}
+    left_out = tuple(f"{key}." for key in (*searched, *irrelevant))
+    return {k: digest_of(v) for k, v in sorted(_flat(plain, "").items()) if not f"{k}.".startswith(left_out)}
 
 
 def _flat(node: Mapping[Any, Any], prefix: str) -> dict[str, Any]:

@@ -19,15 +19,20 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from sweep import tracking
+from sweep.candidates import kind_of, name_of
+from sweep.decide import conclude
 from sweep.errors import EXIT_NOTHING_FEASIBLE, EXIT_OK
 from sweep.isolate import run_isolated
 from sweep.memory.device import resolve_device
 from sweep.progress import Display
+from sweep.report import Report, print_report, report_console, single_line, write_report
 from sweep.report import describe as describe_report
-from sweep.report import print_report, report_console, single_line, write_report
-from sweep.results import Decision, TrialResult, read_trial, write_json
-from sweep.schema import Config, Granularity, Isolate, Mode, Placement, StrategyConf, TrackingConf, typed
+from sweep.results import Comparison, Decision, Evidence, Outcome, Prediction, TrialResult, read_trial, write_json
+from sweep.schema import BudgetConf, Config, Granularity, Isolate, Mode, Placement, StrategyConf, TrackingConf, typed
 from sweep.trial import check_trial, describe, fixed_id, is_baseline, run_trial, save
+
+#: Reasons of a trial that ran but is outside of the budget.
+LIMITS = {"over_memory", "below_throughput", "quality_lost", "not_equivalent"}
 
 ROOT = Path(__file__).resolve().parent.parent
 STATE = ".session.json"
@@ -35,11 +40,13 @@ STATE = ".session.json"
 
 @dataclass
 class State:
-    """What other processes of the same sweep have to know."""
+    """What other processes of the same sweep have to know, and later commands that go on with the same study."""
 
     started_at: str
     parent_run_id: str | None
     command: str
+    study: str = ""  # name of the search's study
+    storage: str | None = None  # where the study is kept, as hydra.sweeper.storage says it
 
 
 class Session:
@@ -55,15 +62,30 @@ class Session:
         self.display = Display(trials, report_console() if owner else Console(quiet=True))
         self.checked: dict[str, Any] = {}  # what check_trial has built already
         self.closed = False
+        self._baselines: dict[str, TrialResult] = {}  # ended ones, by fixed_id
         self._store = tracking.store_location(conf.uri, ROOT, conf.experiment) if conf.enabled else None
 
     @classmethod
     def open(
-        cls, folder: Path, config: Config, overrides: Sequence[str], *, trials: int | None, sweep: bool
+        cls,
+        folder: Path,
+        config: Config,
+        overrides: Sequence[str],
+        *,
+        trials: int | None,
+        sweep: bool,
+        study: str = "",
+        storage: str | None = None,
     ) -> Session:
-        """Start a session: prepare the store, end what a killed command left, open the parent run."""
+        """Start a session: prepare the store, end what a killed command left, open the parent run.
+
+        study: name of a search's study; a session of the same study in the same folder is gone on with.
+        """
         command = shlex.join(["python", "train.py", *(["-m"] if sweep else []), *overrides])
-        state = State(_now(), None, command)
+        state = State(_now(), None, command, study, storage)
+        before = _state_of(folder)
+        if study and before is not None and before.study == study:
+            state.started_at, state.parent_run_id = before.started_at, before.parent_run_id
         session = cls(folder, state, config.tracking, trials=trials)
         store = session._store
         if store is not None:
@@ -73,7 +95,12 @@ class Session:
             tags = {"workload": config.workload.name, "mode": config.mode.value}
             params = {"overrides": " ".join(overrides)} if overrides else {}
             state.parent_run_id = tracking.open_sweep(
-                store, name, tags=tags, params=params, description=f"Running: `{command}`"
+                store,
+                name,
+                tags=tags,
+                params=params,
+                description=f"Running: `{command}`",
+                resume=state.parent_run_id,
             )
         write_json(state, folder / STATE)
         session.display.start()
@@ -83,12 +110,15 @@ class Session:
     @classmethod
     def attach(cls, folder: Path, config: Config) -> Session:
         """The session of a sweep that another process has opened."""
-        state = State(**json.loads((folder / STATE).read_text(encoding="utf-8")))
+        state = _state_of(folder)
+        assert state is not None, "the process that started the sweep writes it"
         return cls(folder, state, config.tracking, owner=False)
 
     def run(self, config: Config, folder: Path, overrides: Sequence[str]) -> TrialResult:
         """Run one trial, the baseline of its comparison before it, and record both."""
+        overrides = without_search(overrides)
         config.device = resolve_device(config.device)
+        _name_strategy(config)
         check_trial(config, self.checked)
         wanted_is_baseline = is_baseline(config.strategy, config.workload.global_batch_size)
         if not wanted_is_baseline:
@@ -101,6 +131,28 @@ class Session:
                 return self._trial(config, trial_name(config, overrides), folder, overrides)
             save(replace(done), folder)  # measured already, because an earlier candidate needed it
             return done
+
+    def refuse(
+        self, config: Config, folder: Path, overrides: Sequence[str], prediction: Prediction, reason: str
+    ) -> TrialResult:
+        """Record a trial that is not run, since it is predicted not to fit."""
+        config.device = resolve_device(config.device)
+        _name_strategy(config)
+        overrides = without_search(overrides)
+        result = describe(config, trial_name(config, overrides))
+        result.overrides, result.command = overrides, shlex.join(["python", "train.py", *overrides])
+        result.outcome, result.evidence = Outcome.over_budget.value, Evidence.predicted.value
+        result.prediction, result.error = replace(prediction, fits=False), reason
+        if self._store is not None:
+            with tracking.start_trial(self._store, self.state.parent_run_id, result, system_metrics=False) as run:
+                result.mlflow_run_id = run.run_id
+                run.log(result)
+        save(result, folder)
+        return result
+
+    def baseline_of(self, config: Config) -> TrialResult | None:
+        """The baseline of this config's comparison, if it has ended already. `config.device` is resolved."""
+        return self._known_baseline(config)
 
     def _ensure_baseline(self, config: Config, overrides: Sequence[str]) -> None:
         with self._baseline_lock(config):
@@ -119,7 +171,12 @@ class Session:
 
     def _known_baseline(self, config: Config) -> TrialResult | None:
         wanted = fixed_id(config)
-        return next((r for r in self.results() if r.is_baseline and r.fixed_id == wanted), None)
+        if wanted not in self._baselines:
+            found = next((r for r in self.results() if r.is_baseline and r.fixed_id == wanted), None)
+            if found is None:
+                return None
+            self._baselines[wanted] = found
+        return self._baselines[wanted]
 
     def _trial(self, config: Config, name: str, folder: Path, overrides: Sequence[str]) -> TrialResult:
         folder.mkdir(parents=True, exist_ok=True)
@@ -170,19 +227,35 @@ class Session:
         files: list[Path] = []
         markdown = ""
         if results:
-            budget = typed(results[0].config).budget
-            report = write_report(results, budget, results[0].capacity_mib, self.folder, command=self.state.command)
-            for section in report.sections:
-                for result, decision in zip(section.results, section.comparison.decisions):
+            config = typed(results[0].config)
+            for comparison, group in _compared(results, config.budget):
+                for result, decision in zip(group, comparison.decisions):
                     self._judged(result, decision)
+            shown = best_of(results, config.search.report_best) if self.state.study else results
+            report = write_report(
+                shown, config.budget, results[0].capacity_mib, self.folder, command=self.state.command
+            )
             print_report(report, self.display.console)
-            files = [report.json_path, report.markdown_path, *report.plots]
+            if len(shown) < len(results):
+                self.display.console.print(f"Shown: the best {len(shown)} of {len(results)} trials.", highlight=False)
+            files = [report.json_path, report.markdown_path, *report.plots, *self._search_files(config, report)]
             markdown = describe_report(report)
             if not report.feasible:
                 Session.exit_code = EXIT_NOTHING_FEASIBLE
         if self._store is not None:
             tracking.close_sweep(self._store, self.state.parent_run_id, status, report_markdown=markdown, files=files)
         Session.current = None
+
+    def _search_files(self, config: Config, report: Report) -> list[Path]:
+        """What a search leaves beside the report: its result and its plots."""
+        if not self.state.study:
+            return []
+        from sweep.search_plots import draw_study  # only now: Optuna and matplotlib take their time
+
+        found = [self.folder / "optimization_results.yaml"]
+        cap = report.sections[0].comparison.cap_mib
+        found += draw_study(self.state.study, self.state.storage, ROOT, self.folder, cap_mib=cap)
+        return [path for path in found if path.is_file()]
 
     def _judged(self, result: TrialResult, decision: Decision) -> None:
         result.decision = decision
@@ -191,17 +264,19 @@ class Session:
             tracking.update_decision(self._store, result.mlflow_run_id, result)
 
 
-def run_job(cfg: DictConfig) -> None:
+def run_job(cfg: DictConfig) -> TrialResult:
     """What Hydra calls for each job: one trial, and before it the baseline where there is none yet."""
     hydra = HydraConfig.get()
     config = typed(cfg)
     session = Session.current or Session.attach(Path(hydra.sweep.dir).resolve(), config)
-    session.run(config, Path(hydra.runtime.output_dir), list(hydra.overrides.task))
+    return session.run(config, Path(hydra.runtime.output_dir), list(hydra.overrides.task))
 
 
 def trial_name(config: Config, overrides: Sequence[str]) -> str:
     """What a person calls the trial: its strategy, and what was set beside it and has an effect."""
     s = config.strategy
+    if config.search.name is not None:
+        return name_of(s, config.workload.global_batch_size)
     idle = [
         *(["checkpoint."] if s.checkpoint.granularity is Granularity.none else []),
         *(["offload."] if s.offload.placement is Placement.none else []),
@@ -213,6 +288,44 @@ def trial_name(config: Config, overrides: Sequence[str]) -> str:
         if name != key and not name.startswith(tuple(idle)):
             said.append(f"{name.rsplit('.', 1)[-1]}={value}")
     return " ".join(said)
+
+
+def without_search(overrides: Sequence[str]) -> list[str]:
+    """The words that make a trial, less those that make the search around it."""
+    return [o for o in overrides if not o.lstrip("+~").startswith(("search=", "search.", "search/", "search@"))]
+
+
+def best_of(results: list[TrialResult], most: int) -> list[TrialResult]:
+    """The baselines and the `most` best others: accepted before the rest, then fast, then small, in order of start."""
+
+    def order(r: TrialResult) -> tuple[bool, bool, float, float]:
+        m = r.measurement
+        within = r.decision is not None and not set(r.decision.reasons) & LIMITS
+        return m is None, not within, -m.samples_per_s if m is not None else 0.0, r.peak_mib or 0.0
+
+    best = sorted((r for r in results if not r.is_baseline), key=order)[:most]
+    return [r for r in results if r.is_baseline or r in best]
+
+
+def _compared(results: list[TrialResult], budget: BudgetConf) -> list[tuple[Comparison, list[TrialResult]]]:
+    """Each comparison with its trials."""
+    groups: dict[str, list[TrialResult]] = {}
+    for result in results:
+        groups.setdefault(result.fixed_id, []).append(result)
+    return [(conclude(group, budget, results[0].capacity_mib), group) for group in groups.values()]
+
+
+def _name_strategy(config: Config) -> None:
+    """A searched strategy is named after what it does, not after the option that the search began from."""
+    if config.search.name is not None:
+        config.strategy.name = kind_of(config.strategy, config.workload.global_batch_size)
+
+
+def _state_of(folder: Path) -> State | None:
+    try:
+        return State(**json.loads((folder / STATE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def _in_own_process(config: Config) -> bool:

@@ -20,7 +20,8 @@ FLOORS: list[tuple[str, ...]] = [
     ("strategy.",),  # F2
     ("predict*", "verify*", "measure", "explain*"),  # F3
     ("trial", "isolate"),  # F4
-    ("session", "cli", "callbacks"),  # F5: the command
+    ("candidates", "forecast", "probe", "plan"),  # F5: many trials: what to try, what fits, what to try first
+    ("session", "hooks", "cli", "callbacks"),  # F6: the command
 ]
 WITHOUT_TORCH = (*FLOORS[0], "tracking*", "report*", "progress", "search*", "cli")
 HOMES = {"mlflow": ("tracking*",), "optuna": ("search*",), "matplotlib": ("report*", "search*", "explain*")}

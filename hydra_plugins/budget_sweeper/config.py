@@ -42,6 +42,7 @@ class BudgetSweeperConf:
     # Where it is kept
     storage: Any = "auto"  # auto: mlruns/optuna.db beside the app; null: in memory; a URL; or `_target_`
     study_name: Optional[str] = None  # null: made from the app and all that is fixed
+    irrelevant: list[str] = field(default_factory=list)  # keys that change no result, so no study is told by them
     resume: bool = True  # go on with a study of the same name; false: begin a new one beside it
 
 

@@ -1,0 +1,253 @@
+"""Which candidates to try first: estimated step times of the whole grid, from a few measured pieces.
+
+A step of n micro-batches is taken to last
+
+    n * (plain + recompute + hooks + moved bytes / bandwidth) + update
+
+plain: one micro-step without checkpointing or offload, measured at every micro-batch size that is predicted to fit, and
+by a line through the measured ones elsewhere. recompute: what a kind of checkpointing adds, measured with all blocks at
+two sizes, scaled by the share of blocks that are recomputed. hooks and bandwidth: what offload adds with the bytes that
+it moves, fitted to measured micro-steps with few and with many bytes; bytes of a candidate are its prediction's.
+
+Nothing here is run that is predicted not to fit, and an estimate is evidence `predicted`: it orders candidates, and is
+never shown as a result.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sweep.forecast import Forecast, signature
+from sweep.probe import probe
+from sweep.schema import CheckpointConf, Config, Granularity, Placement, StrategyConf, plain
+from sweep.strategy import accumulation_steps, micro_batch_size
+from sweep.trial import digest
+from sweep.workload import build_outline, find_blocks
+
+
+@dataclass
+class Candidate:
+    """One point of the grid: the sampler's words for it, and its strategy."""
+
+    point: Any
+    strategy: StrategyConf
+
+
+@dataclass
+class Line:
+    """Milliseconds over samples per micro-batch: measured points, a line through the two nearest elsewhere."""
+
+    points: dict[int, float] = field(default_factory=dict)
+
+    def at(self, samples: int) -> float:
+        known = sorted(self.points)
+        if not known:
+            return 0.0
+        if samples in self.points:
+            return self.points[samples]
+        if len(known) == 1:
+            return self.points[known[0]] * samples / known[0]
+        a, b = sorted(sorted(known, key=lambda k: abs(k - samples))[:2])
+        slope = (self.points[b] - self.points[a]) / (b - a)
+        return max(0.0, self.points[a] + slope * (samples - a))
+
+
+@dataclass
+class Pieces:
+    """The measured pieces of a step."""
+
+    plain: Line = field(default_factory=Line)
+    recompute: dict[str, Line] = field(default_factory=dict)  # kind of checkpointing -> what it adds with all blocks
+    hooks_ms: float = 0.0  # per micro-step under offload
+    ms_per_mib: float = 0.0  # moved, to the host and back counted each
+    update_ms: float = 0.0
+    blocks: int = 0
+    seconds: float = 0.0  # what measuring them took
+
+    def step_ms(self, strategy: StrategyConf, global_batch_size: int, moved_mib: float) -> float:
+        """moved_mib: to the host and back in one step."""
+        micro, steps = micro_batch_size(strategy, global_batch_size), accumulation_steps(strategy, global_batch_size)
+        each = self.plain.at(micro) + self.recompute_ms(strategy.checkpoint, micro)
+        if strategy.offload.placement is not Placement.none:
+            each += self.hooks_ms
+        return steps * each + moved_mib * self.ms_per_mib + self.update_ms
+
+    def recompute_ms(self, conf: CheckpointConf, micro: int) -> float:
+        if conf.granularity is Granularity.none:
+            return 0.0
+        line = self.recompute.get(kind(conf), self.recompute.get("blocks", Line()))
+        chosen = len(range(0, self.blocks, conf.every_k)) / max(self.blocks, 1)
+        return line.at(micro) * (1.0 if conf.granularity is Granularity.segments else chosen)
+
+
+def kind(conf: CheckpointConf) -> str:
+    """Candidates of one kind recompute the same in each block that they recompute."""
+    return f"parts {'+'.join(conf.parts)}" if conf.granularity is Granularity.parts else conf.granularity.name
+
+
+def measure_pieces(config: Config, candidates: list[Candidate], forecast: Forecast, folder: Path) -> Pieces:
+    """Time the pieces on the device. Only what is predicted to fit is run."""
+    whole = config.workload.global_batch_size
+    sizes = sorted({micro_batch_size(c.strategy, whole) for c in candidates})
+    fits = _fits(config, forecast)
+    bare = StrategyConf(name="plain")
+    plain_sizes = [n for n in sizes if fits(replace(bare, micro_batch_size=n))]
+    kinds = {
+        kind(c.strategy.checkpoint): replace(c.strategy.checkpoint, every_k=1)
+        for c in candidates
+        if c.strategy.checkpoint.granularity is not Granularity.none
+    }
+    offloads = {
+        c.strategy.offload.placement.name: replace(c.strategy.offload, min_tensor_kib=0.0)
+        for c in candidates
+        if c.strategy.offload.placement in (Placement.inputs, Placement.all)
+    }
+    two = _ends(plain_sizes)
+    wanted = [replace(bare, micro_batch_size=n) for n in plain_sizes]
+    wanted += [replace(bare, micro_batch_size=n, checkpoint=c) for c in kinds.values() for n in two]
+    wanted += [replace(bare, micro_batch_size=n, offload=o) for o in offloads.values() for n in two]
+    wanted = [s for s in wanted if fits(s)]
+    if not plain_sizes:  # nothing fits without recomputation: its own times stand for the plain ones
+        wanted = [
+            s for n in sizes for c in kinds.values() if fits(s := replace(bare, micro_batch_size=n, checkpoint=c))
+        ]
+    probed = probe(config, wanted, folder)
+    times = {_id(s): t for s, t in zip(wanted, probed.micro_step_ms) if t is not None}
+    pieces = Pieces(update_ms=probed.update_ms, seconds=probed.seconds)
+    pieces.blocks = len(find_blocks(build_outline(config.workload), config.workload.blocks))
+    _fill(pieces, wanted, times, config, forecast)
+    return pieces
+
+
+def _ends(sizes: list[int]) -> list[int]:
+    """The largest size, and one that is much smaller but not the smallest: its time is mostly overhead."""
+    if len(sizes) < 2:
+        return sizes
+    return sorted({sizes[len(sizes) // 2 - 1 if len(sizes) > 2 else 0], sizes[-1]})
+
+
+def _fill(
+    pieces: Pieces, wanted: list[StrategyConf], times: dict[str, float], config: Config, forecast: Forecast
+) -> None:
+    for s in wanted:
+        if s.checkpoint.granularity is Granularity.none and s.offload.placement is Placement.none and _id(s) in times:
+            pieces.plain.points[s.micro_batch_size or 0] = times[_id(s)]
+    moved: list[tuple[float, float]] = []  # MiB in a micro-step, ms that they add
+    for s in wanted:
+        size, took = s.micro_batch_size or 0, times.get(_id(s))
+        if took is None:
+            continue
+        if s.offload.placement is not Placement.none:
+            step = forecast.predicted(replace(config, strategy=s))
+            steps = accumulation_steps(s, config.workload.global_batch_size)
+            moved.append(((step.to_host_mib + step.from_host_mib) / steps, took - pieces.plain.at(size)))
+        elif s.checkpoint.granularity is not Granularity.none:
+            added = took - pieces.plain.at(size) if pieces.plain.points else took
+            pieces.recompute.setdefault(kind(s.checkpoint), Line()).points[size] = max(0.0, added)
+    if moved:
+        pieces.hooks_ms, pieces.ms_per_mib = _straight(moved)
+
+
+def _straight(points: list[tuple[float, float]]) -> tuple[float, float]:
+    """Least squares of ms = a + b * MiB with neither below zero."""
+    x, y = np.array([p[0] for p in points]), np.array([max(p[1], 0.0) for p in points])
+    if len(points) < 2 or np.ptp(x) == 0:
+        return 0.0, float(y.sum() / x.sum()) if x.sum() > 0 else 0.0
+    slope, start = np.polyfit(x, y, 1)
+    if slope < 0:
+        return float(y.mean()), 0.0
+    if start < 0:
+        return 0.0, float((x * y).sum() / (x * x).sum())
+    return float(start), float(slope)
+
+
+def _id(strategy: StrategyConf) -> str:
+    return digest(plain(strategy))
+
+
+def _fits(config: Config, forecast: Forecast) -> Callable[[StrategyConf], bool]:
+    def fits(strategy: StrategyConf) -> bool:
+        try:
+            return forecast.judge(replace(config, strategy=strategy)).fits
+        except Exception:  # not predictable, moves nothing, or does not fit the model: the plan leaves it alone
+            return False
+
+    return fits
+
+
+@dataclass
+class Ranked:
+    """A candidate that is predicted to fit, with its estimate."""
+
+    candidate: Candidate
+    samples_per_s: float
+
+
+def rank(
+    config: Config, candidates: Iterable[Candidate], pieces: Pieces, forecast: Forecast, wanted: int
+) -> tuple[list[Ranked], int]:
+    """The `wanted` candidates with the best estimates among those predicted to fit, best first, each computation once.
+
+    Also returns how many were predicted. Bytes that offload moves are known from the prediction only, so candidates are
+    predicted in the order of their estimate without them, until no other can be among the best.
+    """
+    whole = config.workload.global_batch_size
+    order = sorted(
+        ((whole / pieces.step_ms(c.strategy, whole, 0.0) * 1000, c) for c in candidates), key=lambda pair: -pair[0]
+    )
+    best: list[tuple[float, int, Candidate]] = []  # heap, the slowest on top
+    seen: set[str] = set()
+    too_large: dict[str, int] = {}  # strategy without its micro-batch -> smallest size that does not fit
+    predicted = 0
+    for position, (at_most, candidate) in enumerate(order):
+        if len(best) == wanted and at_most <= best[0][0]:
+            break
+        own = replace(config, strategy=candidate.strategy)
+        micro = micro_batch_size(candidate.strategy, whole)
+        rest = digest(plain(replace(candidate.strategy, micro_batch_size=None)))
+        if micro >= too_large.get(rest, whole + 1):
+            continue
+        predicted += 1
+        try:
+            judgement = forecast.judge(own)
+        except Exception:
+            continue
+        if not judgement.fits:
+            too_large[rest] = micro
+            continue
+        same = signature(judgement, own)
+        if same in seen:
+            continue
+        seen.add(same)
+        moved = judgement.prediction.to_host_mib + judgement.prediction.from_host_mib
+        speed = whole / pieces.step_ms(candidate.strategy, whole, moved) * 1000
+        heapq.heappush(best, (speed, -position, candidate))
+        if len(best) > wanted:
+            heapq.heappop(best)
+    ranked = sorted(best, key=lambda entry: (-entry[0], -entry[1]))
+    return [Ranked(candidate, speed) for speed, _, candidate in ranked], predicted
+
+
+@dataclass
+class Plan:
+    """What to try first, and how long planning took."""
+
+    ranked: list[Ranked]
+    pieces: Pieces
+    predicted: int
+    seconds: float
+
+
+def make_plan(config: Config, candidates: list[Candidate], forecast: Forecast, wanted: int, folder: Path) -> Plan:
+    """Measure the pieces and rank the grid. `config.device` is resolved. Raises what the workload raises."""
+    started = time.perf_counter()
+    pieces = measure_pieces(config, candidates, forecast, folder)
+    ranked, predicted = rank(config, candidates, pieces, forecast, wanted)
+    return Plan(ranked, pieces, predicted, time.perf_counter() - started)
