@@ -7,11 +7,12 @@ BIN := .venv/bin
 demo: .venv/demo-installed
 	$(BIN)/python train.py -m 'strategy=glob(*)'
 
+# Two or more files of tests at once; a file stays in one process, so that its server is started once.
 test: .venv/dev-installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 test-slow: .venv/dev-installed
-	$(BIN)/python -m pytest -m 'slow or not slow and not gpu'
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile -m 'not gpu'
 
 lint: .venv/dev-installed
 	$(BIN)/ruff check .

@@ -61,7 +61,8 @@ CASES: list[tuple[list[str], str, str]] = [
     (["budget.memory_mib=-1"], "budget.memory_mib=-1", "positive"),
     (["workload.model._target_=no.such.Model"], "workload.model._target_=no.such.Model", "import path"),
     (["workload.model.heads=3"], "workload.model", "heads"),
-    (["workload=custom"], "workload.model=???", "+workload.model"),
+    (["workload=hf_causal_lm"], "workload.model.config=null", "model_type"),
+    (["workload.model={width: 64}"], "workload.model={width: 64}", "+workload.model"),
     (["tracking.uri=ftp://example.invalid"], "tracking.uri=ftp://example.invalid", "sqlite"),
 ]
 

@@ -280,8 +280,9 @@ def test_a_users_own_model(project: Path, tmp_path: Path) -> None:
     )
     env = {**os.environ, "PYTHONPATH": f"{project}{os.pathsep}{tmp_path}", "OMP_NUM_THREADS": "1"}
     arguments = [
-        "workload=custom", "+workload.model={_target_: mine.Model, width: 64}", "+workload.data={_target_: mine.Data}",
-        "workload.loss={_target_: mine.loss}", "strategy=checkpoint,micro_batch", "measure=quick",
+        "workload=custom", "workload.model._target_=mine.Model", "+workload.model.width=64",
+        "workload.data._target_=mine.Data",
+        "workload.loss._target_=mine.loss", "strategy=checkpoint,micro_batch", "measure=quick",
     ]  # fmt: skip
     done = subprocess.run(
         [sys.executable, str(project / "train.py"), "-m", *arguments, f"hydra.sweep.dir={tmp_path / 'out'}"],

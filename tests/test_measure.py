@@ -16,6 +16,7 @@ import sweep.measure as module
 from sweep.clock import CpuClock
 from sweep.errors import DeviceOutOfMemory, NothingOffloaded
 from sweep.measure import evaluate, evidence_of, ledger_pass, measure, quartiles, steps_of
+from sweep.memory.ledger import Ledger
 from sweep.outcomes import NotFinite, TimedOut
 from sweep.results import Evidence, Measurement, Phase, from_dict, to_dict
 from sweep.schema import Config, MeasureConf
@@ -259,17 +260,25 @@ def test_a_measurement_ends_at_the_capacity() -> None:
 
 
 def test_the_ledger_is_off_while_steps_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    active: list[tuple[bool, int]] = []
-    real = module.run_step
+    seen: list[int] = []
+    ledgers: list[Ledger] = []
+    real, real_ledger = module.run_step, module.Ledger
+
+    def remembered(*args: Any, **kwargs: Any) -> Ledger:
+        ledgers.append(real_ledger(*args, **kwargs))
+        return ledgers[-1]
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-        active.append((bool(modes), len(active)))
-        return real(*args, **kwargs)
+        before = len(ledgers[0].events)
+        result = real(*args, **kwargs)
+        seen.append(len(ledgers[0].events) - before)
+        return result
 
+    monkeypatch.setattr(module, "Ledger", remembered)
     monkeypatch.setattr(module, "run_step", step)
     run(config("gpt", measure={"warmup_steps": 1, "steps": 2, "repeats": 1}))
-    assert [on for on, _ in active] == [True, True, False, False, False]
+    assert [events > 0 for events in seen] == [True, True, False, False, False]
+    assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == []
 
 
 def test_losses_are_read_after_the_timed_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
