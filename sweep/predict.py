@@ -18,7 +18,7 @@ import time
 
 from sweep.errors import CannotPredict
 from sweep.memory.allocator import CachingAllocator, make_allocator
-from sweep.memory.blocks import DEFAULT_OPTIONS, AllocatorOptions
+from sweep.memory.blocks import AllocatorOptions
 from sweep.memory.device import allocator_capacity, resolve_device
 from sweep.memory.emulate import CONVOLUTION, NAMES
 from sweep.predict_run import STEPS, HollowRun
@@ -32,7 +32,7 @@ def predict(
     data: DataSource | None = None,
     *,
     emulations: str = "auto",
-    allocator: AllocatorOptions = DEFAULT_OPTIONS,
+    allocator: AllocatorOptions | None = None,
     steps: int = STEPS,
     what: str = "train",
     eval_batches: int = 0,
@@ -42,7 +42,7 @@ def predict(
     data: the workload's data source, where it has been built already; only the shapes of its batches matter.
     emulations: "cuda" | "cpu" | "auto" (by the device). On "cpu" nothing is emulated and nothing replayed: the result
         is what the ledger measures on a CPU, to the byte.
-    allocator: PYTORCH_CUDA_ALLOC_CONF of the run that is predicted.
+    allocator: PYTORCH_CUDA_ALLOC_CONF of the run that is predicted; None: what `device.alloc_conf` says.
     steps: how many are run; the peak is that of the last one.
     what: "train" | "forward_backward" (no optimizer) | "forward" (the model alone, under no_grad).
     eval_batches: evaluations of a micro-batch at the end of each step, under no_grad, while the gradients are there.
@@ -54,6 +54,8 @@ def predict(
     """
     started = time.perf_counter()
     device = resolve_device(config.device)
+    if allocator is None:
+        allocator = AllocatorOptions.parse(device.alloc_conf, "device.alloc_conf")
     on_cuda = device.type == "cuda" if emulations == "auto" else emulations == "cuda"
     data = data if data is not None else build_data(config.workload)
     run = HollowRun(config, device, on_cuda)

@@ -19,6 +19,7 @@ import torch
 from sweep.environment import environment
 from sweep.errors import BadInput, NotEquivalent, NothingOffloaded
 from sweep.measure import Progress, evidence_of, measure, no_progress
+from sweep.memory.blocks import AllocatorOptions
 from sweep.memory.device import machine_has
 from sweep.outcomes import one_line, outcome_of
 from sweep.predict import predict
@@ -150,6 +151,7 @@ def check_trial(config: Config, seen: dict[str, Any]) -> None:
             "this machine has no such device",
             "add mode=predict to predict for it, or use device=auto",
         )
+    AllocatorOptions.parse(config.device.alloc_conf, "device.alloc_conf")
     if config.mode is Mode.measure:
         _check_dtype(w.dtype, torch_device(config.device))
     data_key, model_key = digest(["data", w.data]), digest(["model", w.model, w.blocks])

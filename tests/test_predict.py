@@ -439,3 +439,23 @@ def test_a_refused_model_leaves_nothing_behind(text: DataSource) -> None:
     loss = F.dropout(model(torch.ones(2, 4)), 0.5).sum()
     loss.backward()
     assert model.weight.grad is not None and torch.isfinite(loss)
+
+
+def test_the_allocators_settings_come_from_the_device() -> None:
+    """Expandable segments leave less unused than segments of fixed size do, whose unsplit rests count as allocated."""
+    conf = config("workload=gpt2_124m", "device=rtx_4090", "workload.global_batch_size=2")
+    plain = predict(conf)
+    conf.device.alloc_conf = "expandable_segments:True"
+    expandable = predict(conf)
+    assert expandable.allocated_mib == pytest.approx(plain.allocated_mib, rel=0.03)
+    assert expandable.reserved_mib < plain.reserved_mib
+
+
+def test_a_torch_without_the_key_falls_back_to_a_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made-up old torch: operators are still seen, and the peak differs by gradients that are added up at most."""
+    import sweep.memory.intercept as intercept
+
+    conf = config("workload=gpt_tiny", "device=cpu", "workload.global_batch_size=2")
+    usual = predict(conf, emulations="cpu").allocated_mib
+    monkeypatch.setattr(intercept, "_FAKE", None)
+    assert predict(conf, emulations="cpu").allocated_mib == pytest.approx(usual, rel=0.05)

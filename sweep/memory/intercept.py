@@ -7,7 +7,7 @@ operators are caught at a dispatch key below autograd which none of these checks
 fake tensors in C++ and has no kernels for.
 
 FakeTensorMode's tensors are subclasses by themselves, and their operators run other operators inside; there a mode is
-used.
+used, and so it is on a torch that has no such key: gradients that are added up then take one tensor more for a moment.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Receiver(Protocol):
 
 
 def _key(name: str) -> Any:
-    """The key set of one functionality by name, since Python's enumeration does not list them all."""
+    """The key set of one functionality by name, since Python's enumeration does not list them all. None: unknown."""
     first = _KeySet(torch._C.DispatchKey.BackendSelect).raw_repr()
     for distance in range(1, 8):
         candidate = _KeySet.from_raw_repr(first << distance)
         if str(candidate) == f"DispatchKeySet({name})":
             return candidate
-    raise ImportError(f"this torch ({torch.__version__}) has no dispatch key {name}")
+    return None
 
 
 _FAKE = _key("Fake")
 #: Where modes come after this key (older torch), operators are handed on to them first.
-_BEFORE_MODES = _FAKE.raw_repr() > _KeySet(torch._C.DispatchKey.Python).raw_repr()
+_BEFORE_MODES = _FAKE is not None and _FAKE.raw_repr() > _KeySet(torch._C.DispatchKey.Python).raw_repr()
 
 #: Views allocate nothing and need not be seen. `detach` must not be: a Parameter is made from its result, which may
 #: have no Python object yet.
@@ -82,7 +82,7 @@ class Intercept:
 
     def __enter__(self) -> None:
         stack = ExitStack()
-        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        if _FAKE is None or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             stack.enter_context(_Mode(self._receiver))
         else:
             _register()
