@@ -158,7 +158,7 @@ def limits(
         # How far beyond it would have gone is not known; a prediction that knew better says more.
         found["memory"] = max(predicted_over or 0.0, 0.01) if predicted_over is not None else UNKNOWN_BY
         return found
-    if result.outcome in (Outcome.invalid.value, Outcome.nan.value):
+    if result.outcome in (Outcome.invalid.value, Outcome.nan.value) or result.reason == "nothing_offloaded":
         return found | {"valid": UNKNOWN_BY}
     if result.outcome == Outcome.timeout.value:
         return found | {"throughput": UNKNOWN_BY}

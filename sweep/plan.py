@@ -4,10 +4,11 @@ A step of n micro-batches is taken to last
 
     n * (plain + recompute + hooks + moved bytes / bandwidth) + update
 
-plain: one micro-step without checkpointing or offload, measured at every micro-batch size that is predicted to fit, and
-by a line through the measured ones elsewhere. recompute: what a kind of checkpointing adds, measured with all blocks at
-two sizes, scaled by the share of blocks that are recomputed. hooks and bandwidth: what offload adds with the bytes that
-it moves, fitted to measured micro-steps with few and with many bytes; bytes of a candidate are its prediction's.
+plain: one micro-step without checkpointing or offload, measured at every micro-batch size that is predicted to fit;
+where it does not, one with full checkpointing or offload is measured, less what these add. recompute: what a kind of
+checkpointing adds, measured with all blocks at two sizes, scaled by the share of blocks that are recomputed. hooks and
+bandwidth: what offload adds with the bytes that it moves, fitted to measured micro-steps with few and with many bytes;
+bytes of a candidate are its prediction's. Sizes in between lie on a line.
 
 Nothing here is run that is predicted not to fit, and an estimate is evidence `predicted`: it orders candidates, and is
 never shown as a result.
@@ -16,6 +17,7 @@ never shown as a result.
 from __future__ import annotations
 
 import heapq
+import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -95,7 +97,7 @@ def kind(conf: CheckpointConf) -> str:
 def measure_pieces(config: Config, candidates: list[Candidate], forecast: Forecast, folder: Path) -> Pieces:
     """Time the pieces on the device. Only what is predicted to fit is run."""
     whole = config.workload.global_batch_size
-    sizes = sorted({micro_batch_size(c.strategy, whole) for c in candidates})
+    sizes = sorted({micro_batch_size(c.strategy, whole) for c in candidates} | {whole})
     fits = _fits(config, forecast)
     bare = StrategyConf(name="plain")
     plain_sizes = [n for n in sizes if fits(replace(bare, micro_batch_size=n))]
@@ -105,24 +107,29 @@ def measure_pieces(config: Config, candidates: list[Candidate], forecast: Foreca
         if c.strategy.checkpoint.granularity is not Granularity.none
     }
     offloads = {
-        c.strategy.offload.placement.name: replace(c.strategy.offload, min_tensor_kib=0.0)
+        c.strategy.offload.placement: replace(c.strategy.offload, min_tensor_kib=0.0)
         for c in candidates
         if c.strategy.offload.placement in (Placement.inputs, Placement.all)
     }
-    two = _ends(plain_sizes)
+    two = _ends(plain_sizes) or sizes
+    # Sizes that do not fit plainly are measured with what saves most.
+    saving = [replace(bare, checkpoint=c) for name, c in kinds.items() if name == "blocks"]
+    saving += [replace(bare, offload=o) for placement, o in offloads.items() if placement is Placement.all]
     wanted = [replace(bare, micro_batch_size=n) for n in plain_sizes]
     wanted += [replace(bare, micro_batch_size=n, checkpoint=c) for c in kinds.values() for n in two]
     wanted += [replace(bare, micro_batch_size=n, offload=o) for o in offloads.values() for n in two]
+    wanted += [replace(s, micro_batch_size=n) for n in sizes if n not in {*plain_sizes, *two} for s in saving]
     wanted = [s for s in wanted if fits(s)]
-    if not plain_sizes:  # nothing fits without recomputation: its own times stand for the plain ones
-        wanted = [
-            s for n in sizes for c in kinds.values() if fits(s := replace(bare, micro_batch_size=n, checkpoint=c))
-        ]
     probed = probe(config, wanted, folder)
-    times = {_id(s): t for s, t in zip(wanted, probed.micro_step_ms) if t is not None}
+    times = [(s, t) for s, t in zip(wanted, probed.micro_step_ms) if t is not None]
     pieces = Pieces(update_ms=probed.update_ms, seconds=probed.seconds)
     pieces.blocks = len(find_blocks(build_outline(config.workload), config.workload.blocks))
-    _fill(pieces, wanted, times, config, forecast)
+
+    def moved_mib(s: StrategyConf) -> float:
+        p = forecast.predicted(replace(config, strategy=s))
+        return (p.to_host_mib + p.from_host_mib) / accumulation_steps(s, whole)
+
+    fill(pieces, times, moved_mib)
     return pieces
 
 
@@ -133,26 +140,36 @@ def _ends(sizes: list[int]) -> list[int]:
     return sorted({sizes[len(sizes) // 2 - 1 if len(sizes) > 2 else 0], sizes[-1]})
 
 
-def _fill(
-    pieces: Pieces, wanted: list[StrategyConf], times: dict[str, float], config: Config, forecast: Forecast
-) -> None:
-    for s in wanted:
-        if s.checkpoint.granularity is Granularity.none and s.offload.placement is Placement.none and _id(s) in times:
-            pieces.plain.points[s.micro_batch_size or 0] = times[_id(s)]
-    moved: list[tuple[float, float]] = []  # MiB in a micro-step, ms that they add
-    for s in wanted:
-        size, took = s.micro_batch_size or 0, times.get(_id(s))
-        if took is None:
+def fill(pieces: Pieces, times: list[tuple[StrategyConf, float]], moved_mib: Callable[[StrategyConf], float]) -> None:
+    """Take measured micro-steps apart. moved_mib: what a strategy moves in a micro-step, both ways."""
+
+    def size(s: StrategyConf) -> int:
+        return s.micro_batch_size or 0
+
+    def bare(s: StrategyConf) -> bool:
+        return s.checkpoint.granularity is Granularity.none and s.offload.placement is Placement.none
+
+    measured = {size(s): t for s, t in times if bare(s)}
+    pieces.plain.points.update(measured)
+    moved: list[tuple[float, float]] = []  # MiB, ms that they add
+    for s, t in times:
+        if bare(s) or (measured and size(s) not in measured):
             continue
+        added = max(0.0, t - measured.get(size(s), 0.0))  # where nothing fits plainly, checkpointed times stand alone
         if s.offload.placement is not Placement.none:
-            step = forecast.predicted(replace(config, strategy=s))
-            steps = accumulation_steps(s, config.workload.global_batch_size)
-            moved.append(((step.to_host_mib + step.from_host_mib) / steps, took - pieces.plain.at(size)))
-        elif s.checkpoint.granularity is not Granularity.none:
-            added = took - pieces.plain.at(size) if pieces.plain.points else took
-            pieces.recompute.setdefault(kind(s.checkpoint), Line()).points[size] = max(0.0, added)
-    if moved:
+            moved.append((moved_mib(s), added))
+        else:
+            pieces.recompute.setdefault(kind(s.checkpoint), Line()).points[size(s)] = added
+    if moved and measured:
         pieces.hooks_ms, pieces.ms_per_mib = _straight(moved)
+    rest: dict[int, list[float]] = {}
+    for s, t in times:
+        if measured and size(s) not in measured:
+            added = pieces.recompute_ms(s.checkpoint, size(s))
+            if s.offload.placement is not Placement.none:
+                added += pieces.hooks_ms + moved_mib(s) * pieces.ms_per_mib
+            rest.setdefault(size(s), []).append(max(0.0, t - added))
+    pieces.plain.points.update({n: statistics.mean(found) for n, found in rest.items()})
 
 
 def _straight(points: list[tuple[float, float]]) -> tuple[float, float]:
@@ -166,10 +183,6 @@ def _straight(points: list[tuple[float, float]]) -> tuple[float, float]:
     if start < 0:
         return 0.0, float((x * y).sum() / (x * x).sum())
     return float(start), float(slope)
-
-
-def _id(strategy: StrategyConf) -> str:
-    return digest(plain(strategy))
 
 
 def _fits(config: Config, forecast: Forecast) -> Callable[[StrategyConf], bool]:

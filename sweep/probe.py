@@ -6,7 +6,6 @@ python -m sweep.probe <folder>     # reads probe_request.json, writes probe.json
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 import time
@@ -32,7 +31,7 @@ REQUEST, ANSWER = "probe_request.json", "probe.json"
 
 @dataclass
 class Probed:
-    """Milliseconds, medians. None where a micro-step went wrong."""
+    """Milliseconds, the least of several. None where a micro-step went wrong."""
 
     micro_step_ms: list[float | None] = field(default_factory=list)  # one per strategy, in order
     update_ms: float = 0.0  # clipping, optimizer and scheduler, once per step
@@ -104,7 +103,7 @@ def _timed(run: Callable[[], object], device: torch.device) -> float:
         run()
         _wait(device)
         times.append((time.perf_counter() - begun) * 1000)
-    return statistics.median(times)
+    return min(times)  # whatever disturbs a micro-step makes it longer
 
 
 def _wait(device: torch.device) -> None:
