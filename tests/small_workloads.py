@@ -12,7 +12,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from sweep.schema import Config, WorkloadConf, check, typed
+from sweep.schema import Config, WorkloadConf, typed
+from sweep.schema_check import check
 from sweep.workload import DataSource, build_data
 
 CONF = Path(__file__).parents[1] / "conf"

@@ -18,7 +18,8 @@ from sweep.memory.device import (
     profile_names,
     resolve_device,
 )
-from sweep.schema import Config, DeviceConf, check
+from sweep.schema import Config, DeviceConf
+from sweep.schema_check import check
 
 CARDS = [name for name in profile_names() if name not in ("auto", "cpu")]
 
