@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 #: The lowest floor first. A name with a dot at the end stands for a package, one with a star for files that begin so.
 FLOORS: list[tuple[str, ...]] = [
     # F0: plain data and decisions
-    ("errors", "results", "schema", "schema_check", "decide", "checks", "conclusion", "knobs", "next_step", "reasons", "words"),
+    ("errors", "results", "schema*", "decide", "checks", "conclusion", "knobs", "next_step", "reasons", "words"),
     # F1: workload, step and memory with torch; recording and reporting without
     ("workload.", "step", "memory.", "outcomes", "environment", "clock", "tracking*", "report*", "progress", "search*"),
     ("strategy.",),  # F2
