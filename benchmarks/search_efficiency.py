@@ -322,7 +322,8 @@ def by_itself(bench: Workbench, seed: int, sampler: optuna.samplers.BaseSampler)
 
 
 def replay_all(bench: Workbench) -> dict[str, list[dict[str, Any]] | str]:
-    tpe, gp, nsga = ({"_target_": f"optuna.samplers.{n}Sampler"} for n in ("TPE", "GP", "NSGAII"))
+    tpe, nsga = ({"_target_": f"optuna.samplers.{n}Sampler"} for n in ("TPE", "NSGAII"))
+    gp = {"_target_": "optuna.samplers.GPSampler", "warn_independent_sampling": False}
     ways: dict[str, Any] = {
         "random": lambda s: by_itself(bench, s, optuna.samplers.RandomSampler(seed=s)),
         "Optuna TPE, penalty": lambda s: by_itself(bench, s, optuna.samplers.TPESampler(seed=s)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -113,6 +114,7 @@ def strategy_at(config: Config, overrides: Mapping[str, str] | list[str]) -> Str
     return found
 
 
+@cache
 def _parsed(value: str) -> Any:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
