@@ -84,9 +84,11 @@ def _settle_study(config: DictConfig) -> str:
     assert hydra is not None
     name = study_name(config, f"{first.search.name or 'search'}-{first.workload.name}", hydra.config_loader, ROOT)
     said = config.hydra.overrides.hydra
-    settled = {"hydra.sweeper.study_name": name, "hydra.sweeper.resume": True}
+    settled: dict[str, Any] = {"hydra.sweeper.study_name": name, "hydra.sweeper.resume": True}
     if config.hydra.sweeper.storage is not None and not any(str(w).startswith("hydra.sweep.dir=") for w in said):
         settled["hydra.sweep.dir"] = str(ROOT / "multirun" / name)
+    if first.search.name is not None and not any(str(w).startswith("hydra.sweep.subdir=") for w in said):
+        settled["hydra.sweep.subdir"] = "${hydra.job.num}"  # the strategy's name would be the one searched from
     with read_write(config), open_dict(config):
         for key, value in settled.items():
             OmegaConf.update(config, key, value)
