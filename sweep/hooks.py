@@ -5,6 +5,7 @@ Named in conf/hydra/sweeper/budget.yaml. All three live in the process of the co
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -107,6 +108,8 @@ class Preflight:
         if folder is None or same in self._refused or Session.current is None:
             return {}
         self._refused.add(same)
+        others = (folder.with_name(f"{folder.name}-{i}") for i in itertools.count(2))
+        folder = next(f for f in itertools.chain([folder], others) if not f.exists())
         result = Session.current.refuse(typed(node), folder, overrides, judgement.prediction, judgement.reason)
         return {"mlflow_run_id": result.mlflow_run_id, "folder": str(folder)}
 
@@ -120,9 +123,7 @@ class Preflight:
             return
         judgement = self.forecast.judge(baseline)
         if not judgement.fits:
-            session.refuse(
-                baseline, session.folder / "baseline", ["strategy=baseline"], judgement.prediction, judgement.reason
-            )
+            session.refuse_baseline(config, judgement.prediction, judgement.reason)
 
 
 def read(job: Any, result: TrialResult) -> dict[str, Any]:

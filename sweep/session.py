@@ -150,6 +150,11 @@ class Session:
         save(result, folder)
         return result
 
+    def refuse_baseline(self, config: Config, prediction: Prediction, reason: str) -> TrialResult:
+        """The same for the baseline of a config's comparison."""
+        baseline = replace(config, strategy=StrategyConf(name="baseline"))
+        return self.refuse(baseline, self._baseline_folder(config), ["strategy=baseline"], prediction, reason)
+
     def baseline_of(self, config: Config) -> TrialResult | None:
         """The baseline of this config's comparison, if it has ended already. `config.device` is resolved."""
         return self._known_baseline(config)
@@ -161,10 +166,12 @@ class Session:
             self.display.one_more()
             baseline = replace(config, strategy=StrategyConf(name="baseline"))
             others = [o for o in overrides if not o.lstrip("+~").startswith("strategy")]
-            folder = self.folder / "baseline"
-            if folder.exists():
-                folder = self.folder / f"baseline_{fixed_id(config)}"
+            folder = self._baseline_folder(config)
             self._trial(baseline, trial_name(baseline, others), folder, [*others, "strategy=baseline"])
+
+    def _baseline_folder(self, config: Config) -> Path:
+        folder = self.folder / "baseline"
+        return self.folder / f"baseline_{fixed_id(config)}" if folder.exists() else folder
 
     def _baseline_lock(self, config: Config) -> FileLock:
         return FileLock(self.folder / f".baseline_{fixed_id(config)}.lock")

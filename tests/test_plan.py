@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +14,9 @@ import pytest
 from sweep.candidates import Choices, choices, kind_of, name_of, strategy_at, suggest
 from sweep.forecast import Forecast, signature
 from sweep.hooks import Preflight, limits
-from sweep.plan import Candidate, Line, Pieces, make_plan, rank
-from sweep.results import Measurement, Outcome, TrialResult
+from sweep.plan import Candidate, Line, Pieces, fill, make_plan, rank
+from sweep.probe import ANSWER, REQUEST, Probed
+from sweep.results import Measurement, Outcome, TrialResult, from_dict, write_json
 from sweep.schema import CheckpointConf, Config, Granularity, OffloadConf, Placement, SearchConf, StrategyConf, plain
 from sweep.search_walk import walk
 from sweep.trial import describe, is_baseline
@@ -319,6 +323,34 @@ def test_a_plan_from_real_micro_steps_estimates_what_is_then_measured(small: Con
     order = [r.candidate.strategy for r in made.ranked]
     assert order.index(candidates[0].strategy) < order.index(candidates[2].strategy)
     assert order.index(candidates[0].strategy) < order.index(candidates[4].strategy)
+
+
+def test_micro_steps_can_be_timed_in_a_process_of_their_own(small: Config, tmp_path: Path) -> None:
+    """What CUDA devices get; here the process has a CPU."""
+    strategies = [strategy(4), strategy(4, "blocks"), strategy(4, "segments", 9)]
+    strategies[2].checkpoint.segment_size = 9  # more than there are blocks: goes wrong, and is not the end of it
+    write_json({"config": plain(small), "strategies": [plain(s) for s in strategies]}, tmp_path / REQUEST)
+    subprocess.run([sys.executable, "-m", "sweep.probe", str(tmp_path)], check=True, cwd=Path(__file__).parents[1])
+    probed = from_dict(Probed, json.loads((tmp_path / ANSWER).read_text()))
+    assert probed.micro_step_ms[0] > 0
+    assert probed.micro_step_ms[1] > 0
+    assert probed.micro_step_ms[2] is None
+    assert "segment_size" in probed.errors[0]
+    assert probed.update_ms > 0
+
+
+def test_a_size_that_does_not_fit_plainly_is_measured_with_what_lets_it_fit() -> None:
+    pieces = Pieces(blocks=4)
+    times = [(strategy(2), 10.0), (strategy(4), 18.0), (strategy(2, "blocks"), 14.0), (strategy(4, "blocks"), 24.0)]
+    times += [
+        (strategy(4, placement="all"), 18.0 + 1.0 + 4 * 0.5),
+        (strategy(2, placement="all"), 10.0 + 1.0 + 2 * 0.5),
+    ]
+    times += [(strategy(8, "blocks"), 46.0), (strategy(8, placement="all"), 41.0)]
+    fill(pieces, times, lambda s: float(s.micro_batch_size or 0))
+    assert (pieces.hooks_ms, pieces.ms_per_mib) == (pytest.approx(1.0), pytest.approx(0.5))
+    assert pieces.recompute_ms(strategy(8, "blocks").checkpoint, 8) == pytest.approx(10.0)
+    assert pieces.plain.at(8) == pytest.approx((36.0 + 36.0) / 2)
 
 
 def test_nothing_is_timed_that_is_predicted_not_to_fit(

@@ -223,6 +223,16 @@ def test_a_space_of_ones_own(project: Path) -> None:
     assert report(folder_of(project, output))["baseline"]["outcome"] == "ok"
 
 
+def test_a_baseline_that_cannot_fit_is_not_run_for_a_space_of_ones_own_either(project: Path) -> None:
+    output = train(
+        project, "strategy=checkpoint", "strategy.micro_batch_size=1,2", "hydra/sweeper=budget", "budget.memory_mib=0.8"
+    )
+    folder = folder_of(project, output)
+    assert results(folder)["counts"]["launched"] == 2
+    assert report(folder)["baseline"]["outcome"] == "over_budget"
+    assert (folder / "baseline" / "result.json").is_file()
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
