@@ -36,7 +36,7 @@ from sweep.candidates import kind_of, strategy_at, suggest  # noqa: E402
 from sweep.forecast import Forecast, signature  # noqa: E402
 from sweep.hooks import Preflight  # noqa: E402
 from sweep.measure import measure  # noqa: E402
-from sweep.plan import Candidate, Line, Pieces, make_plan, rank  # noqa: E402
+from sweep.plan import Candidate, Line, Pieces, make_plan, measure_pieces, rank  # noqa: E402
 from sweep.results import Outcome, Prediction, from_dict, to_dict, write_json  # noqa: E402
 from sweep.schema import Config, typed  # noqa: E402
 from sweep.search import Search  # noqa: E402
@@ -181,6 +181,27 @@ def again(bench: Workbench, rows: list[dict[str, Any]]) -> float:
 
 def _small(prediction: Prediction) -> Prediction:
     return replace(prediction, peak=None, at_peak_mib={}, emulations=[])
+
+
+def tightened(table: dict[str, Any], cap: float) -> dict[str, Any]:
+    """The same table for a smaller device: what was measured above `cap` MiB counts as out of memory."""
+    rows = []
+    for row in table["rows"]:
+        prediction = row["prediction"]
+        if prediction is not None and prediction["headroom_mib"] is not None:
+            headroom = prediction["headroom_mib"] + cap - table["capacity_mib"]
+            prediction = {**prediction, "headroom_mib": headroom, "fits": headroom >= 0, "capacity_mib": cap}
+        row = {**row, "prediction": prediction}
+        if row["outcome"] == Outcome.ok.value and row["peak_mib"] > cap:
+            row |= {"outcome": Outcome.oom_device.value, "samples_per_s": None}
+        rows.append(row)
+    tight = {**table, "capacity_mib": cap, "rows": rows}
+    bench = Workbench(tight)
+    others = [Candidate(p, bench.config_at(bench.space.overrides(p)).strategy) for p in bench.points]
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        pieces = measure_pieces(bench.config, others, Forecast(), Path(folder))
+    return {**tight, "pieces": to_dict(pieces), "plan_seconds": time.perf_counter() - started}
 
 
 # -- replays --------------------------------------------------------------------------------------------------------
@@ -455,9 +476,12 @@ def show(table: dict[str, Any], rows: list[dict[str, Any]], spent: dict[str, flo
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", action="store_true", help="measure the table again")
+    parser.add_argument("--cap", type=float, help="replay for a smaller device (MiB); the plan's pieces are timed anew")
     arguments = parser.parse_args()
     quiet_optuna()
     table = measure_table() if arguments.measure or not TABLE.is_file() else json.loads(TABLE.read_text())
+    if arguments.cap is not None:
+        table = tightened(table, arguments.cap)
     bench = Workbench(table)
     pieces = table["pieces"]
     bench.pieces = Pieces(  # type: ignore[attr-defined]
@@ -470,7 +494,8 @@ def main() -> int:
     found = replay_all(bench)
     rows = [summary(name, f) for name, f in found.items()]
     spent = overhead(bench)
-    write_json({"seeds": SEEDS, "rows": rows, "overhead": spent, "by_seed": found}, RESULT)
+    result = RESULT if arguments.cap is None else RESULT.with_stem(f"{RESULT.stem}_{arguments.cap:g}mib")
+    write_json({"seeds": SEEDS, "rows": rows, "overhead": spent, "by_seed": found}, result)
     print()
     print(show(table, rows, spent))
     return 0

@@ -233,7 +233,8 @@ def _say_plan(made: Plan, config: Config, say: Callable[[str], None]) -> None:
     for r in made.ranked:
         say(f"  {name_of(r.candidate.strategy, whole)}: about {number(r.samples_per_s)} samples/s [predicted]")
     if not made.ranked:
-        say("  no candidate is predicted to fit")
+        nothing = "no candidate is predicted to fit" if made.pieces.plain.points else "nothing that fits could be timed"
+        say(f"  {nothing}; the sampler begins by itself")
 
 
 def _candidates(search: Any, config: Config) -> list[Candidate]:

@@ -5,10 +5,11 @@ A step of n micro-batches is taken to last
     n * (plain + recompute + hooks + moved bytes / bandwidth) + update
 
 plain: one micro-step without checkpointing or offload, measured at every micro-batch size that is predicted to fit;
-where it does not, one with full checkpointing or offload is measured, less what these add. recompute: what a kind of
-checkpointing adds, measured with all blocks at two sizes, scaled by the share of blocks that are recomputed. hooks and
-bandwidth: what offload adds with the bytes that it moves, fitted to measured micro-steps with few and with many bytes;
-bytes of a candidate are its prediction's. Sizes in between lie on a line.
+where it does not, one with full checkpointing or offload is measured, less what these add (where no size fits plainly:
+less the share of FLOPs that are computed again). recompute: what a kind of checkpointing adds, measured with all blocks
+at two sizes, scaled by the share of blocks that are recomputed. hooks and bandwidth: what offload adds with the bytes
+that it moves, fitted to measured micro-steps with few and with many bytes; bytes of a candidate are its prediction's.
+Sizes in between lie on a line.
 
 Nothing here is run that is predicted not to fit, and an estimate is evidence `predicted`: it orders candidates, and is
 never shown as a result.
@@ -129,7 +130,10 @@ def measure_pieces(config: Config, candidates: list[Candidate], forecast: Foreca
         p = forecast.predicted(replace(config, strategy=s))
         return (p.to_host_mib + p.from_host_mib) / accumulation_steps(s, whole)
 
-    fill(pieces, times, moved_mib)
+    def recomputed(s: StrategyConf) -> float:
+        return forecast.predicted(replace(config, strategy=s)).recompute_flops_ratio
+
+    fill(pieces, times, moved_mib, recomputed)
     return pieces
 
 
@@ -140,8 +144,16 @@ def _ends(sizes: list[int]) -> list[int]:
     return sorted({sizes[len(sizes) // 2 - 1 if len(sizes) > 2 else 0], sizes[-1]})
 
 
-def fill(pieces: Pieces, times: list[tuple[StrategyConf, float]], moved_mib: Callable[[StrategyConf], float]) -> None:
-    """Take measured micro-steps apart. moved_mib: what a strategy moves in a micro-step, both ways."""
+def fill(
+    pieces: Pieces,
+    times: list[tuple[StrategyConf, float]],
+    moved_mib: Callable[[StrategyConf], float],
+    recomputed: Callable[[StrategyConf], float] = lambda strategy: 0.0,
+) -> None:
+    """Take measured micro-steps apart.
+
+    moved_mib: what a strategy moves in a micro-step, both ways. recomputed: its FLOPs computed again, as a share.
+    """
 
     def size(s: StrategyConf) -> int:
         return s.micro_batch_size or 0
@@ -149,27 +161,41 @@ def fill(pieces: Pieces, times: list[tuple[StrategyConf, float]], moved_mib: Cal
     def bare(s: StrategyConf) -> bool:
         return s.checkpoint.granularity is Granularity.none and s.offload.placement is Placement.none
 
-    measured = {size(s): t for s, t in times if bare(s)}
+    measured = {size(s): t for s, t in times if bare(s)} or _without_recomputation(times, recomputed)
     pieces.plain.points.update(measured)
     moved: list[tuple[float, float]] = []  # MiB, ms that they add
     for s, t in times:
-        if bare(s) or (measured and size(s) not in measured):
+        if bare(s) or size(s) not in measured:
             continue
-        added = max(0.0, t - measured.get(size(s), 0.0))  # where nothing fits plainly, checkpointed times stand alone
+        added = max(0.0, t - measured[size(s)])
         if s.offload.placement is not Placement.none:
             moved.append((moved_mib(s), added))
         else:
             pieces.recompute.setdefault(kind(s.checkpoint), Line()).points[size(s)] = added
-    if moved and measured:
+    if moved:
         pieces.hooks_ms, pieces.ms_per_mib = _straight(moved)
     rest: dict[int, list[float]] = {}
     for s, t in times:
-        if measured and size(s) not in measured:
+        if size(s) not in measured:
             added = pieces.recompute_ms(s.checkpoint, size(s))
             if s.offload.placement is not Placement.none:
                 added += pieces.hooks_ms + moved_mib(s) * pieces.ms_per_mib
             rest.setdefault(size(s), []).append(max(0.0, t - added))
     pieces.plain.points.update({n: statistics.mean(found) for n, found in rest.items()})
+
+
+def _without_recomputation(
+    times: list[tuple[StrategyConf, float]], recomputed: Callable[[StrategyConf], float]
+) -> dict[int, float]:
+    """Plain times where no size fits plainly: recomputing ones, less their share of FLOPs for that.
+
+    Of several kinds the least counts, since what checkpointing costs beside its FLOPs only adds to a time.
+    """
+    found: dict[int, list[float]] = {}
+    for s, t in times:
+        if s.offload.placement is Placement.none:
+            found.setdefault(s.micro_batch_size or 0, []).append(t / (1 + recomputed(s)))
+    return {size: min(each) for size, each in found.items()}
 
 
 def _straight(points: list[tuple[float, float]]) -> tuple[float, float]:
@@ -262,5 +288,5 @@ def make_plan(config: Config, candidates: list[Candidate], forecast: Forecast, w
     """Measure the pieces and rank the grid. `config.device` is resolved. Raises what the workload raises."""
     started = time.perf_counter()
     pieces = measure_pieces(config, candidates, forecast, folder)
-    ranked, predicted = rank(config, candidates, pieces, forecast, wanted)
+    ranked, predicted = rank(config, candidates, pieces, forecast, wanted) if pieces.plain.points else ([], 0)
     return Plan(ranked, pieces, predicted, time.perf_counter() - started)

@@ -353,6 +353,17 @@ def test_a_size_that_does_not_fit_plainly_is_measured_with_what_lets_it_fit() ->
     assert pieces.plain.at(8) == pytest.approx((36.0 + 36.0) / 2)
 
 
+def test_where_nothing_fits_plainly_the_share_of_recomputed_flops_tells_plain_times() -> None:
+    pieces = Pieces(blocks=4)
+    times = [(strategy(2, "selective"), 13.0), (strategy(2, "blocks"), 14.0), (strategy(2, placement="all"), 14.0)]
+    share = {"selective": 0.2, "blocks": 0.4}
+    fill(pieces, times, lambda s: 2.0, lambda s: share[s.checkpoint.granularity.name])
+    assert pieces.plain.at(2) == pytest.approx(10.0)
+    assert pieces.recompute_ms(strategy(2, "blocks").checkpoint, 2) == pytest.approx(4.0)
+    assert pieces.recompute_ms(strategy(2, "selective").checkpoint, 2) == pytest.approx(3.0)
+    assert pieces.step_ms(strategy(2, placement="all"), 2, 2.0) == pytest.approx(14.0)
+
+
 def test_nothing_is_timed_that_is_predicted_not_to_fit(
     small: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,22 @@ SMALL = [
 SPACE = ["search.space.micro_batch_sizes=[2,4]", "search.space.placements=[none]", "search.space.every_k=[2,1]"]
 
 
+@pytest.mark.parametrize("sampler", [p.stem for p in (ROOT / "conf" / "search" / "sampler").glob("*.yaml")])
+@pytest.mark.parametrize("search", ["budget", "pareto"])
+def test_every_search_composes_with_every_sampler(search: str, sampler: str) -> None:
+    from hydra import compose, initialize_config_dir
+
+    from sweep.schema import typed
+    from sweep.search_hydra import without_hydra
+    from sweep.search_sampler import Sampler
+
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        composed = compose("config", [f"search={search}", f"search/sampler={sampler}"], return_hydra_config=True)
+    made = Sampler(composed.hydra.sweeper.sampler, 0, 0, len(composed.hydra.sweeper.objectives))
+    assert made.name.lower().startswith(sampler.replace("_", ""))
+    assert typed(without_hydra(composed)).search.name == search
+
+
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the program, so that its default stores and folders are real and nobody else's."""
