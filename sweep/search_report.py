@@ -39,7 +39,8 @@ class Progress:
         if r.values is not None:
             shown += " " + self.numbers(r.values)
         elif r.estimated_values is not None:
-            shown += f" (not run; estimated {self.numbers(r.estimated_values)})"
+            why = "no result" if r.launched else "not run"
+            shown += f" ({why}; estimated {self.numbers(r.estimated_values)})"
         over = [f"{k} by {number_text(v)}" for k, v in r.constraints.items() if v > 0]
         if over:
             shown += f", over {' and '.join(over)}"
