@@ -21,12 +21,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from sweep import tracking  # noqa: E402, I001  (before torch: it sets how OpenMP's threads wait)
 import torch  # noqa: E402
 from hydra import compose, initialize_config_dir  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from sweep import tracking  # noqa: E402
 from sweep.environment import environment  # noqa: E402
 from sweep.measure import ledger_pass  # noqa: E402
 from sweep.memory.device import resolve_device  # noqa: E402
