@@ -19,7 +19,6 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from sweep import tracking
-from sweep.candidates import kind_of, name_of
 from sweep.decide import conclude
 from sweep.errors import EXIT_NOTHING_FEASIBLE, EXIT_OK
 from sweep.isolate import run_isolated
@@ -28,8 +27,9 @@ from sweep.progress import Display
 from sweep.report import Report, print_report, report_console, single_line, write_report
 from sweep.report import describe as describe_report
 from sweep.results import Comparison, Decision, Evidence, Outcome, Prediction, TrialResult, read_trial, write_json
-from sweep.schema import BudgetConf, Config, Granularity, Isolate, Mode, Placement, StrategyConf, TrackingConf, typed
+from sweep.schema import BudgetConf, Config, Isolate, Mode, StrategyConf, TrackingConf, typed
 from sweep.trial import check_trial, describe, fixed_id, is_baseline, run_trial, save
+from sweep.trial_names import name_strategy, trial_name, without_search
 
 #: Reasons of a trial that ran but is outside of the budget.
 LIMITS = {"over_memory", "below_throughput", "quality_lost", "not_equivalent"}
@@ -118,7 +118,7 @@ class Session:
         """Run one trial, the baseline of its comparison before it, and record both."""
         overrides = without_search(overrides)
         config.device = resolve_device(config.device)
-        _name_strategy(config)
+        name_strategy(config)
         check_trial(config, self.checked)
         wanted_is_baseline = is_baseline(config.strategy, config.workload.global_batch_size)
         if not wanted_is_baseline:
@@ -137,7 +137,7 @@ class Session:
     ) -> TrialResult:
         """Record a trial that is not run, since it is predicted not to fit."""
         config.device = resolve_device(config.device)
-        _name_strategy(config)
+        name_strategy(config)
         overrides = without_search(overrides)
         result = describe(config, trial_name(config, overrides))
         result.overrides, result.command = overrides, shlex.join(["python", "train.py", *overrides])
@@ -279,29 +279,6 @@ def run_job(cfg: DictConfig) -> TrialResult:
     return session.run(config, Path(hydra.runtime.output_dir), list(hydra.overrides.task))
 
 
-def trial_name(config: Config, overrides: Sequence[str]) -> str:
-    """What a person calls the trial: its strategy, and what was set beside it and has an effect."""
-    s = config.strategy
-    if config.search.name is not None:
-        return name_of(s, config.workload.global_batch_size)
-    idle = [
-        *(["checkpoint."] if s.checkpoint.granularity is Granularity.none else []),
-        *(["offload."] if s.offload.placement is Placement.none else []),
-    ]
-    said = [s.name]
-    for override in overrides:
-        key, _, value = override.lstrip("+~").partition("=")
-        name = key.removeprefix("strategy.")
-        if name != key and not name.startswith(tuple(idle)):
-            said.append(f"{name.rsplit('.', 1)[-1]}={value}")
-    return " ".join(said)
-
-
-def without_search(overrides: Sequence[str]) -> list[str]:
-    """The words that make a trial, less those that make the search around it."""
-    return [o for o in overrides if not o.lstrip("+~").startswith(("search=", "search.", "search/", "search@"))]
-
-
 def best_of(results: list[TrialResult], most: int) -> list[TrialResult]:
     """The baselines and the `most` best others: accepted before the rest, then fast, then small, in order of start."""
 
@@ -320,12 +297,6 @@ def _compared(results: list[TrialResult], budget: BudgetConf) -> list[tuple[Comp
     for result in results:
         groups.setdefault(result.fixed_id, []).append(result)
     return [(conclude(group, budget, results[0].capacity_mib), group) for group in groups.values()]
-
-
-def _name_strategy(config: Config) -> None:
-    """A searched strategy is named after what it does, not after the option that the search began from."""
-    if config.search.name is not None:
-        config.strategy.name = kind_of(config.strategy, config.workload.global_batch_size)
 
 
 def _state_of(folder: Path) -> State | None:

@@ -20,7 +20,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("strategy.",),  # F2
     ("predict*", "verify*", "measure", "explain*"),  # F3
     ("trial", "isolate"),  # F4
-    ("candidates", "forecast", "probe", "plan"),  # F5: many trials: what to try, what fits, what to try first
+    ("candidates", "trial_names", "forecast", "probe", "plan"),  # F5: what to try, what fits, what comes first
     ("session", "hooks", "cli", "callbacks"),  # F6: the command
 ]
 WITHOUT_TORCH = (*FLOORS[0], "tracking*", "report*", "progress", "search*", "cli")
