@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import math
+from collections import OrderedDict
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from sweep.outcomes import is_out_of_memory
 from sweep.results import MIB, Verification
-from sweep.schema import Config, Dtype, Granularity, StrategyConf, WorkloadConf
+from sweep.schema import Config, Dtype, Granularity, StrategyConf, WorkloadConf, plain
 from sweep.strategy import micro_batch_size
 from sweep.verify_run import NoDropout, Record, run_and_record
 from sweep.workload import DataSource, build_outline
@@ -71,11 +74,29 @@ def _compare(config: Config, device: torch.device, data: DataSource, *, reduced:
             workload_conf, s, strategy, device, data, steps, dropout=not accumulates, blocks_kept=blocks_kept
         )
 
-    expected = run(baseline)
+    c = strategy.checkpoint
+    watched = c.segment_size if c.granularity is Granularity.segments else 1
+    key = [plain(workload_conf), str(device), data.version, steps, accumulates, blocks_kept, watched]
+    expected = _reference(json.dumps(key, sort_keys=True), lambda: run(baseline))
     actual = run(strategy)
     if reduced:
         scope = f"reduced: at most {blocks_kept} blocks, {workload_conf.global_batch_size} samples"
     return judge(expected, actual, TOLERANCE[workload_conf.dtype], dropout=not accumulates, steps=steps, scope=scope)
+
+
+#: What the baseline computed, by everything that it depends on. A sweep in one process compares all its trials with two
+#: of them: one with dropout on, one with dropout off.
+_references: OrderedDict[str, Record] = OrderedDict()
+KEPT_REFERENCES = 2
+
+
+def _reference(key: str, compute: Callable[[], Record]) -> Record:
+    if key not in _references:
+        record = compute()
+        while len(_references) >= KEPT_REFERENCES:
+            _references.popitem(last=False)
+        _references[key] = record
+    return _references[key]
 
 
 def _reduce(workload: WorkloadConf, strategy: StrategyConf) -> tuple[WorkloadConf, StrategyConf, int]:

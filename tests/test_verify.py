@@ -15,6 +15,7 @@ from small_workloads import config, data_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import sweep.verify as verify_module
 import sweep.verify_run as module
 from sweep.errors import DeviceOutOfMemory
 from sweep.outcomes import NotFinite
@@ -458,3 +459,22 @@ def test_no_dropout_lasts_into_recomputation_and_ends_outside() -> None:
         out.sum().backward()
     assert torch.allclose(x.grad, x.sin().exp() * x.cos())  # type: ignore[arg-type]
     assert not torch.equal(F.dropout(x, 0.5), x)
+
+
+def test_the_baseline_is_computed_once_for_all_strategies_of_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With dropout on and with dropout off it is another; with another seed, too."""
+    ran: list[str] = []
+    real = verify_module.run_and_record
+
+    def counted(conf: Any, strategy: Any, *args: Any, **kwargs: Any) -> Record:
+        ran.append(strategy.name)
+        return real(conf, strategy, *args, **kwargs)
+
+    monkeypatch.setattr(verify_module, "run_and_record", counted)
+    for strategy in ("checkpoint", "offload", "micro_batch", "hybrid"):
+        conf = config("gpt", strategy)
+        assert run(conf).passed
+    assert ran.count("baseline") == 2
+    conf.workload.seed += 1
+    assert run(conf).passed
+    assert ran.count("baseline") == 3
