@@ -99,7 +99,9 @@ class Preflight:
             return 0.0
         moved = judgement.prediction.to_host_mib + judgement.prediction.from_host_mib
         whole = config.workload.global_batch_size
-        return whole / self.pieces.step_ms(config.strategy, whole, moved) * 1000
+        step_ms = self.pieces.step_ms(config.strategy, whole, moved)
+        # Where nothing that fits could be timed there is nothing to estimate from.
+        return whole / step_ms * 1000 if step_ms > 0 and math.isfinite(step_ms) else 0.0
 
     def _record(
         self, node: DictConfig, folder: Path | None, overrides: list[str], judgement: Judgement, same: str

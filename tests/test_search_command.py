@@ -213,6 +213,8 @@ def test_nothing_feasible_is_exit_code_3(project: Path) -> None:
     assert "no feasible trial" in output
     assert "least violating" in output
     assert "Traceback" not in output
+    assert "the preflight failed" not in output
+    assert " MiB | " not in output, "what is predicted not to fit is never run, without a piece to estimate from too"
 
 
 def test_pareto_returns_the_front(project: Path) -> None:
