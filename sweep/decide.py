@@ -155,10 +155,15 @@ def conclude(results: list[TrialResult], budget: BudgetConf, capacity_mib: float
 
 def compare(results: list[TrialResult], budget: BudgetConf, capacity_mib: float | None) -> list[Comparison]:
     """One comparison per `fixed_id`, in the order in which they first occur: two workloads are never compared."""
+    return [conclude(group, budget, capacity_mib) for group in by_comparison(results)]
+
+
+def by_comparison(results: list[TrialResult]) -> list[list[TrialResult]]:
+    """The trials of each `fixed_id`, in the order in which they first occur."""
     groups: dict[str, list[TrialResult]] = {}
     for result in results:
         groups.setdefault(result.fixed_id, []).append(result)
-    return [conclude(group, budget, capacity_mib) for group in groups.values()]
+    return list(groups.values())
 
 
 def _baseline_index(results: list[TrialResult]) -> int | None:

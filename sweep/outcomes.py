@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sweep.errors import BadInput, CannotPredict, DeviceOutOfMemory, NotEquivalent, NothingOffloaded
+from sweep.errors import BadInput, CannotPredict, DeviceOutOfMemory, NotEquivalent
 from sweep.results import Outcome
 
 _DEVICE_MESSAGES = (
@@ -59,8 +59,6 @@ def outcome_of(error: BaseException) -> Outcome:
         return Outcome.nan
     if isinstance(error, TimedOut):
         return Outcome.timeout
-    if isinstance(error, NothingOffloaded):
-        return Outcome.failed
     return Outcome.failed
 
 

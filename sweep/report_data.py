@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sweep.decide import conclude
+from sweep.decide import by_comparison, conclude
 from sweep.results import Comparison, Decision, Evidence, Holder, Peak, Prediction, TrialResult, to_dict
 from sweep.schema import BudgetConf, MinEvidence, plain
 from sweep.words import known
@@ -266,12 +266,9 @@ def build(
     """Judge all trials and arrange them. Raises ValueError without any result."""
     if not results:
         raise ValueError("a report needs at least one trial")
-    ordered = sorted(results, key=lambda r: not r.is_baseline)  # stable: the others stay in the order in which they ran
-    groups: dict[str, list[TrialResult]] = {r.fixed_id: [] for r in results}
-    for result in ordered:
-        groups[result.fixed_id].append(result)
     sections = []
-    for group in groups.values():
+    for trials in by_comparison(results):
+        group = sorted(trials, key=lambda r: not r.is_baseline)  # stable: the others stay in order
         comparison = conclude(group, budget, capacity_mib)
         rows = [Row.of(r, d) for r, d in zip(group, comparison.decisions)]
         sections.append(Section(comparison, rows, group))

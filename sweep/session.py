@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from sweep import tracking
-from sweep.decide import conclude
+from sweep.decide import by_comparison, conclude
 from sweep.errors import EXIT_NOTHING_FEASIBLE, EXIT_OK
 from sweep.isolate import run_isolated
 from sweep.memory.device import resolve_device
@@ -293,10 +293,7 @@ def best_of(results: list[TrialResult], most: int) -> list[TrialResult]:
 
 def _compared(results: list[TrialResult], budget: BudgetConf) -> list[tuple[Comparison, list[TrialResult]]]:
     """Each comparison with its trials."""
-    groups: dict[str, list[TrialResult]] = {}
-    for result in results:
-        groups.setdefault(result.fixed_id, []).append(result)
-    return [(conclude(group, budget, results[0].capacity_mib), group) for group in groups.values()]
+    return [(conclude(group, budget, results[0].capacity_mib), group) for group in by_comparison(results)]
 
 
 def _state_of(folder: Path) -> State | None:
