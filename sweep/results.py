@@ -16,6 +16,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sweep.findings import Difference, Drift, Quality, Run, Trace, WhatIf
+
 MIB = 2**20
 T = TypeVar("T")
 
@@ -124,6 +126,7 @@ class Prediction:
     peak_phase: str = ""
     peak_operator: str = ""
     at_peak_mib: dict[str, float] = field(default_factory=dict)
+    what_if: list[WhatIf] = field(default_factory=list)  # where the peak does not lie in the activations
 
 
 @dataclass
@@ -171,6 +174,9 @@ class Measurement:
     to_host_mib: float = 0.0  # moved in one optimizer step
     from_host_mib: float = 0.0
     step_times_ms: list[float] = field(default_factory=list)
+    step_ms_ci_low: float | None = None  # bootstrap interval of the median; None: too few steps
+    step_ms_ci_high: float | None = None
+    runs: list[Run] = field(default_factory=list)  # the repeats, interleaved with those of the other trials
 
 
 @dataclass
@@ -185,6 +191,9 @@ class Decision:
     eval_loss_ratio: float | None = None
     why: str = ""  # the verdict in words, with the numbers and what they rest on
     cap_mib: float | None = None  # the memory cap that was applied; None: there was none
+    step: Difference | None = None  # step time over the baseline's
+    quality: Quality | None = None  # None: nothing was evaluated, or there is no baseline
+    disturbed: list[str] = field(default_factory=list)  # why its times may not be its own, in words
 
 
 @dataclass
@@ -209,6 +218,7 @@ class Comparison:
     cap_mib: float | None = None
     cap_source: str = ""  # "budget.memory_mib" | "device.capacity_mib" | "" (no cap)
     decisions: list[Decision] = field(default_factory=list)
+    drift: Drift | None = None  # None: the baseline was not repeated at the end
 
 
 @dataclass
@@ -236,6 +246,7 @@ class TrialResult:
     prediction_error: str = ""  # why there is none, in a trial that was measured all the same
     verification: Verification | None = None
     measurement: Measurement | None = None
+    trace: Trace | None = None  # explain=true: baseline and preferred trial
     decision: Decision | None = None
     error: str = ""  # one line
     reason: str = (

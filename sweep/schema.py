@@ -25,6 +25,7 @@ from sweep.errors import BadInput
 class Mode(Enum):
     measure = "measure"  # run it
     predict = "predict"  # predict the peak, run nothing
+    diagnose = "diagnose"  # predict what fills the memory, what could be saved and in which order to try
 
 
 class Dtype(Enum):
@@ -192,6 +193,9 @@ class MeasureConf:
     warmup_steps: int = 2  # optimizer steps, not timed
     steps: int = 5  # timed optimizer steps per repeat
     repeats: int = 3
+    interleave: bool = True  # repeats are whole runs, in turn over the trials (A B A B); a search repeats at once
+    drift: bool = True  # with interleave: repeat the baseline at the end
+    seeds: int = 1  # repeats differ in their seed, this many in turn: workload.seed, workload.seed + 1, ...
     eval_batches: int = 2  # held-out batches, before and after
     verify: bool = True  # compare with the baseline before measuring
     verify_steps: int = 1  # optimizer steps compared
@@ -249,6 +253,7 @@ class Config:
     search: SearchConf = field(default_factory=SearchConf)
     mode: Mode = Mode.measure
     compare: bool = True  # run the baseline too, where the sweep leaves it out
+    explain: bool = False  # profile the baseline and the preferred trial, and say where memory and time went
 
 
 def typed(cfg: Union[DictConfig, dict[str, Any]]) -> Config:

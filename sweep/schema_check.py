@@ -60,6 +60,7 @@ def check(config: Config) -> None:
     _at_least("measure.warmup_steps", m.warmup_steps, 0)
     _at_least("measure.steps", m.steps, 1)
     _at_least("measure.repeats", m.repeats, 1)
+    _at_least("measure.seeds", m.seeds, 1)
     _at_least("measure.eval_batches", m.eval_batches, 0)
     _at_least("measure.verify_steps", m.verify_steps, 1)
     _above_zero("measure.timeout_s", m.timeout_s)

@@ -14,14 +14,17 @@ ROOT = Path(__file__).resolve().parent.parent
 #: The lowest floor first. A name with a dot at the end stands for a package, one with a star for files that begin so.
 FLOORS: list[tuple[str, ...]] = [
     # F0: plain data and decisions
-    ("errors", "results", "schema*", "decide", "checks", "conclusion", "knobs", "next_step", "reasons", "words"),
+    (
+        *("errors", "results", "findings", "schema*", "decide", "checks", "conclusion", "knobs", "next_step"),
+        *("reasons", "words", "certainty", "quality", "attribution*", "sensitivity", "diagnosis*"),
+    ),
     # F1: workload, step and memory with torch; recording and reporting without
     ("workload.", "step", "memory.", "outcomes", "environment", "clock", "tracking*", "report*", "progress", "search*"),
-    ("strategy.",),  # F2
-    ("predict*", "verify*", "measure", "explain*"),  # F3
+    ("conditions", "strategy."),  # F2
+    ("predict*", "verify*", "measure*", "explain*", "what_if"),  # F3
     ("trial", "isolate"),  # F4
-    ("candidates", "trial_names", "forecast", "probe", "plan"),  # F5: what to try, what fits, what comes first
-    ("session", "hooks", "cli", "callbacks"),  # F6: the command
+    ("candidates", "trial_names", "forecast", "probe", "plan", "diagnose*"),  # F5: what fits, what to try
+    ("session", "rounds", "hooks", "cli", "callbacks"),  # F6: the command
 ]
 WITHOUT_TORCH = (*FLOORS[0], "tracking*", "report*", "progress", "search*", "cli")
 HOMES = {"mlflow": ("tracking*",), "optuna": ("search*",), "matplotlib": ("report*", "search*", "explain*")}
