@@ -75,6 +75,17 @@ def loss(value: float | None) -> str:
     return f"{value:.3f}" if 0.01 <= abs(value) < 1000 else f"{value:.3g}"
 
 
+def signed_loss(value: float | None) -> str:
+    """A difference of losses, with its sign and two digits that count: +0.0041, -0.32, -3.1e-7, 0."""
+    if known(value) is None or value is None:
+        return NOT_KNOWN
+    if value == 0:
+        return "0"
+    if abs(value) < 1e-4:
+        return f"{value:+.1e}".replace("e-0", "e-")
+    return f"{value:+.{max(0, 1 - math.floor(math.log10(abs(value))))}f}"
+
+
 def error(value: float | None) -> str:
     """A relative error. An exact zero is said as such: it means bit-equal."""
     if known(value) is None or value is None:
