@@ -26,7 +26,7 @@ from sweep.memory.device import resolve_device
 from sweep.progress import Display
 from sweep.report import Report, print_report, report_console, single_line, write_report
 from sweep.report import describe as describe_report
-from sweep.results import Comparison, Decision, Evidence, Outcome, Prediction, TrialResult, read_trial, write_json
+from sweep.results import Comparison, Evidence, Outcome, Prediction, TrialResult, read_trial, write_json
 from sweep.schema import BudgetConf, Config, Isolate, Mode, StrategyConf, TrackingConf, typed
 from sweep.trial import check_trial, describe, fixed_id, is_baseline, run_trial, save
 from sweep.trial_names import name_strategy, trial_name, without_search
@@ -231,27 +231,35 @@ class Session:
         self.closed = True
         self.display.stop()
         results = self.results()
-        files: list[Path] = []
-        markdown = ""
-        if results:
-            config = typed(results[0].config)
-            for comparison, group in _compared(results, config.budget):
-                for result, decision in zip(group, comparison.decisions):
-                    self._judged(result, decision)
-            shown = best_of(results, config.search.report_best) if self.state.study else results
-            report = write_report(
-                shown, config.budget, results[0].capacity_mib, self.folder, command=self.state.command
-            )
-            print_report(report, self.display.console)
-            if len(shown) < len(results):
-                self.display.console.print(f"Shown: the best {len(shown)} of {len(results)} trials.", highlight=False)
-            files = [report.json_path, report.markdown_path, *report.plots, *self._search_files(config, report)]
-            markdown = describe_report(report)
-            if not report.feasible:
-                Session.exit_code = EXIT_NOTHING_FEASIBLE
+        files, markdown = self._report(results) if results else ([], "")
         if self._store is not None:
             tracking.close_sweep(self._store, self.state.parent_run_id, status, report_markdown=markdown, files=files)
         Session.current = None
+
+    def _report(self, results: list[TrialResult]) -> tuple[list[Path], str]:
+        """Everything that is made of the results together. Returns the files, and the report in markdown."""
+        config = typed(results[0].config)
+        self._judge(results, config.budget)
+        shown = best_of(results, config.search.report_best) if self.state.study else results
+        report = write_report(shown, config.budget, results[0].capacity_mib, self.folder, command=self.state.command)
+        print_report(report, self.display.console)
+        if len(shown) < len(results):
+            self.display.console.print(f"Shown: the best {len(shown)} of {len(results)} trials.", highlight=False)
+        if not report.feasible:
+            Session.exit_code = EXIT_NOTHING_FEASIBLE
+        files = [report.json_path, report.markdown_path, *report.plots, *self._search_files(config, report)]
+        return files, describe_report(report)
+
+    def _judge(self, results: list[TrialResult], budget: BudgetConf) -> list[tuple[Comparison, list[TrialResult]]]:
+        """Decide each comparison, and record its decisions. Returns each with its trials."""
+        compared = [(conclude(group, budget, results[0].capacity_mib), group) for group in by_comparison(results)]
+        for comparison, group in compared:
+            for result, decision in zip(group, comparison.decisions):
+                result.decision = decision
+                save(result, Path(result.folder))
+                if self._store is not None:
+                    tracking.update_decision(self._store, result.mlflow_run_id, result)
+        return compared
 
     def _search_files(self, config: Config, report: Report) -> list[Path]:
         """What a search leaves beside the report: its result and its plots."""
@@ -263,12 +271,6 @@ class Session:
         cap = report.sections[0].comparison.cap_mib
         found += draw_study(self.state.study, self.state.storage, ROOT, self.folder, cap_mib=cap)
         return [path for path in found if path.is_file()]
-
-    def _judged(self, result: TrialResult, decision: Decision) -> None:
-        result.decision = decision
-        save(result, Path(result.folder))
-        if self._store is not None:
-            tracking.update_decision(self._store, result.mlflow_run_id, result)
 
 
 def run_job(cfg: DictConfig) -> TrialResult:
@@ -289,11 +291,6 @@ def best_of(results: list[TrialResult], most: int) -> list[TrialResult]:
 
     best = sorted((r for r in results if not r.is_baseline), key=order)[:most]
     return [r for r in results if r.is_baseline or r in best]
-
-
-def _compared(results: list[TrialResult], budget: BudgetConf) -> list[tuple[Comparison, list[TrialResult]]]:
-    """Each comparison with its trials."""
-    return [(conclude(group, budget, results[0].capacity_mib), group) for group in by_comparison(results)]
 
 
 def _state_of(folder: Path) -> State | None:
