@@ -125,7 +125,7 @@ def conclude(results: list[TrialResult], budget: BudgetConf, capacity_mib: float
     baseline = None if base_index is None else results[base_index]
     decisions = [decide(r, baseline, budget, capacity_mib) for r in results]
     accepted = [i for i, d in enumerate(decisions) if d.verdict == Verdict.accept.value]
-    preferred = _preferred(results, accepted)
+    preferred = preferred_of(results, accepted)
     cap, cap_source = memory_cap(budget, capacity_mib)
     first = results[0]
     comparison = Comparison(
@@ -172,7 +172,8 @@ def _baseline_index(results: list[TrialResult]) -> int | None:
     return next((i for i in found if results[i].outcome == Outcome.ok.value), found[0] if found else None)
 
 
-def _preferred(results: list[TrialResult], accepted: list[int]) -> int | None:
+def preferred_of(results: list[TrialResult], accepted: list[int]) -> int | None:
+    """Index of the one to take among the `accepted` indices, by the rule that `conclude` states; None of none."""
     if not accepted:
         return None
     timed = {i: m for i in accepted if (m := results[i].measurement) is not None}
