@@ -26,16 +26,13 @@ from sweep.memory.device import resolve_device
 from sweep.progress import Display
 from sweep.report import Report, print_report, report_console, single_line, write_report
 from sweep.report import describe as describe_report
+from sweep.report_best import STATE, best_of
 from sweep.results import Comparison, Evidence, Outcome, Prediction, TrialResult, read_trial, write_json
 from sweep.schema import BudgetConf, Config, Isolate, Mode, StrategyConf, TrackingConf, typed
 from sweep.trial import check_trial, describe, fixed_id, is_baseline, run_trial, save
 from sweep.trial_names import name_strategy, trial_name, without_search
 
-#: Reasons of a trial that ran but is outside of the budget.
-LIMITS = {"over_memory", "below_throughput", "quality_lost", "not_equivalent"}
-
 ROOT = Path(__file__).resolve().parent.parent
-STATE = ".session.json"
 
 
 @dataclass
@@ -279,18 +276,6 @@ def run_job(cfg: DictConfig) -> TrialResult:
     config = typed(cfg)
     session = Session.current or Session.attach(Path(hydra.sweep.dir).resolve(), config)
     return session.run(config, Path(hydra.runtime.output_dir), list(hydra.overrides.task))
-
-
-def best_of(results: list[TrialResult], most: int) -> list[TrialResult]:
-    """The baselines and the `most` best others: accepted before the rest, then fast, then small, in order of start."""
-
-    def order(r: TrialResult) -> tuple[bool, bool, float, float]:
-        m = r.measurement
-        within = r.decision is not None and not set(r.decision.reasons) & LIMITS
-        return m is None, not within, -m.samples_per_s if m is not None else 0.0, r.peak_mib or 0.0
-
-    best = sorted((r for r in results if not r.is_baseline), key=order)[:most]
-    return [r for r in results if r.is_baseline or r in best]
 
 
 def _state_of(folder: Path) -> State | None:
