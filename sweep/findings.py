@@ -94,6 +94,7 @@ class Trace:
     device_busy_ms: float | None = None  # per step, kernels on the device; CUDA only
     copy_ms: float | None = None  # per step, copies between host and device; CUDA only
     copy_hidden_ms: float | None = None  # the part of them that ran beside kernels
+    device_ms: dict[str, float] = field(default_factory=dict)  # per step, kernels by the range that launched them; CUDA
     operators: int = 0  # per step, as the host called them
     micro_steps: int = 1
     files: list[str] = field(default_factory=list)  # beside result.json: trace, memory timeline, allocator snapshot
@@ -123,7 +124,7 @@ class Change:
     total: float
     parts: list[Part] = field(default_factory=list)  # largest first
     residual: float = 0.0
-    closes: bool = True  # the residual is at most 5 % of the larger of the total's and the parts' size
+    closes: bool = True  # the residual is at most 5 % of the total or of the largest part, or inside the noise (times)
 
 
 @dataclass
@@ -152,3 +153,6 @@ class WhatIf:
     peak_phase: str
     peak_operator: str
     words: str = ""  # what it is and what it pays with
+    reserved_saved_mib: float = 0.0
+    phase_saved_mib: float = 0.0  # off the highest point of the phase in which the trial's peak lies
+    fits: bool = True  # the device's capacity; True where none is known

@@ -27,6 +27,7 @@ from sweep.results import Evidence, Outcome, Prediction, TrialResult, write_json
 from sweep.schema import Config, DeviceConf, Dtype, Granularity, Mode, Placement, StrategyConf, plain
 from sweep.strategy import check_blocks, micro_batch_size
 from sweep.verify import verify
+from sweep.what_if import what_if
 from sweep.workload import build_data, build_outline, find_blocks
 
 
@@ -59,6 +60,7 @@ def _run(config: Config, result: TrialResult, progress: Progress) -> None:
 
     if config.mode is Mode.predict:
         result.prediction = predict(config, data=data)
+        result.prediction.what_if = what_if(config, data, result.prediction, at_peak_only=True)
         result.outcome = (Outcome.ok if result.prediction.fits else Outcome.over_budget).value
         return
 
