@@ -97,6 +97,7 @@ class Peak:
     largest: list[Holder] = field(default_factory=list)
     phase_peaks_mib: dict[str, float] = field(default_factory=dict)  # highest point within each phase
     host_peak_mib: float = 0.0  # highest sum of host copies (offload)
+    temporary_mib: dict[str, float] = field(default_factory=dict)  # the temporaries there, by the phase they came in
 
 
 @dataclass
@@ -177,6 +178,7 @@ class Measurement:
     step_ms_ci_low: float | None = None  # bootstrap interval of the median; None: too few steps
     step_ms_ci_high: float | None = None
     runs: list[Run] = field(default_factory=list)  # the repeats, interleaved with those of the other trials
+    outside_ms: float | None = None  # median time of a step outside of all phases
 
 
 @dataclass

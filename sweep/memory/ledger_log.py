@@ -178,9 +178,12 @@ class Log:
         self._flush()
         by_category: dict[str, int] = defaultdict(int)
         holders: dict[tuple[str, str], list[int]] = defaultdict(list)
+        temporary: dict[str, int] = defaultdict(int)
         for id in self.alive_at(self.peak_at):
             category = self.category[id].value
             by_category[category] += self.bytes[id]
+            if self.category[id] is Category.temporary:
+                temporary[self.phase[id]] += self.bytes[id]
             name = self.owner.get(id) or self.module_of(id) or self.operator[id]
             holders[name, category].append(self.bytes[id])
         ranked = sorted(holders.items(), key=lambda item: -sum(item[1]))[:LARGEST]
@@ -194,4 +197,5 @@ class Log:
             largest=[Holder(name, category, sum(sizes) / MIB, len(sizes)) for (name, category), sizes in ranked],
             phase_peaks_mib={phase: high / MIB for phase, high in self.phase_peaks.items()},
             host_peak_mib=self.host_peak / MIB,
+            temporary_mib={phase: size / MIB for phase, size in temporary.items()},
         )
