@@ -19,6 +19,10 @@ from sweep.results import Phase
 from sweep.workload import Batch, Workload, to_device
 
 
+#: Details of Phase.transfer: which way the bytes go.
+TO_HOST, FROM_HOST = "to host", "from host"
+
+
 class PhaseListener(Protocol):
     def enter_phase(self, phase: str) -> None: ...
 
@@ -34,17 +38,20 @@ class Phases:
 
     def __init__(self) -> None:
         self.stack: list[Phase] = []
+        self.details: list[str] = []  # beside the stack: which of a phase's kinds it is, "" where there is one only
         self._listeners: list[PhaseListener] = []
 
     @contextmanager
-    def __call__(self, phase: Phase) -> Iterator[None]:
+    def __call__(self, phase: Phase, detail: str = "") -> Iterator[None]:
         self.stack.append(phase)
+        self.details.append(detail)
         for listener in self._listeners:
             listener.enter_phase(phase.value)
         try:
             yield
         finally:
             self.stack.pop()
+            self.details.pop()
             for listener in reversed(self._listeners):
                 listener.leave_phase(phase.value)
 

@@ -27,7 +27,7 @@ from sweep.errors import BadInput
 from sweep.memory.ledger import host_memory
 from sweep.results import Phase
 from sweep.schema import OffloadConf, Placement
-from sweep.step import Phases
+from sweep.step import FROM_HOST, TO_HOST, Phases
 from sweep.strategy.copier import Copier, copier_for
 from sweep.strategy.patching import Forward, patched_forward
 from sweep.workload import Block
@@ -140,7 +140,8 @@ class Offload:
         self._inside.clear()  # an error in an earlier forward may have left entries
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
-        self._copier.finish_forward()
+        with self.phases(Phase.transfer, TO_HOST):  # what is waited for here is a transfer's time, not the forward's
+            self._copier.finish_forward()
 
     def _within(self, index: int) -> Callable[[Forward], Forward]:
         def wrap(forward: Forward) -> Forward:
@@ -179,7 +180,7 @@ class Offload:
     def _pack(self, tensor: Tensor) -> Kept | View:
         if not self._leaves(tensor):
             return Kept(tensor)
-        with torch.no_grad(), self.phases(Phase.transfer):
+        with torch.no_grad(), self.phases(Phase.transfer, TO_HOST):
             copy = self._copy_of(tensor)
             copy.awaited += 1
             return View.of(tensor, copy)
@@ -187,7 +188,7 @@ class Offload:
     def _unpack(self, packed: Kept | View) -> Tensor:
         if isinstance(packed, Kept):
             return packed.get()
-        with torch.no_grad(), self.phases(Phase.transfer):
+        with torch.no_grad(), self.phases(Phase.transfer, FROM_HOST):
             return packed.restore(self)
 
     def _copy_of(self, tensor: Tensor) -> HostCopy:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sweep.memory.ledger import host_memory
 from sweep.results import Phase
-from sweep.step import Phases
+from sweep.step import FROM_HOST, TO_HOST, Phases
 from sweep.strategy.copier import host_buffer
 from sweep.strategy.offload import Moved
 
@@ -35,13 +35,13 @@ class SaveOnCpu:
             yield
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        with torch.no_grad(), self._phases(Phase.transfer), host_memory():
+        with torch.no_grad(), self._phases(Phase.transfer, TO_HOST), host_memory():
             host = host_buffer(tensor.size(), tensor.dtype, pin=self._pin)
             host.copy_(tensor.detach())
         self.moved.to_host_bytes += host.numel() * host.element_size()
         return host
 
     def _unpack(self, host: Tensor) -> Tensor:
-        with torch.no_grad(), self._phases(Phase.transfer):
+        with torch.no_grad(), self._phases(Phase.transfer, FROM_HOST):
             self.moved.from_host_bytes += host.numel() * host.element_size()
             return host.to(self._device, non_blocking=self._pin, copy=True)
