@@ -98,6 +98,8 @@ class Peak:
     phase_peaks_mib: dict[str, float] = field(default_factory=dict)  # highest point within each phase
     host_peak_mib: float = 0.0  # highest sum of host copies (offload)
     temporary_mib: dict[str, float] = field(default_factory=dict)  # the temporaries there, by the phase they came in
+    #: What was alive at the highest point of each phase, by category.
+    at_phase_peak_mib: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass
@@ -261,6 +263,13 @@ class TrialResult:
     mlflow_run_id: str | None = None
     wall_s: float = 0.0
     started_at: str = ""  # ISO 8601, UTC
+
+    @property
+    def key(self) -> str:
+        """Tells trials apart. A baseline that was run for another job lies in its own job's folder, too, and is one."""
+        if self.mlflow_run_id:
+            return self.mlflow_run_id
+        return f"{self.fixed_id} {self.strategy_id} {self.started_at}" if self.is_baseline else self.folder
 
     @property
     def peak_mib(self) -> float | None:

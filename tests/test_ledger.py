@@ -176,6 +176,9 @@ def test_linear_by_hand() -> None:
     assert peak.phase == "backward"
     assert peak.largest[0].name == "weight"
     assert peak.phase_peaks_mib["forward"] * MIB == parameters + size(800) + size(2400) + 512
+    forward = {c: round(mib * MIB) for c, mib in peak.at_phase_peak_mib["forward"].items()}
+    # The sum's input is gone before anything could have been kept for backward.
+    assert forward == {"parameter": parameters, "input": size(800), "activation": 512, "temporary": size(2400)}
 
 
 def test_mlp_activations_and_module_names() -> None:
@@ -389,6 +392,26 @@ def test_capacity_raises_and_leaves_a_clean_state() -> None:
 def test_a_failed_track_says_what_is_missing() -> None:
     with pytest.raises(DeviceOutOfMemory, match="0.00 MiB of 0.01 MiB"):
         Ledger(capacity_bytes=8192).track(nn.Linear(1000, 1000))
+
+
+def test_what_is_alive_at_the_peak_of_each_phase_adds_up_to_it() -> None:
+    """foreach Adam on 4 equal weights: at its own peak there are four weights, gradients, moments and temporaries."""
+    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(4)))
+    optimizer = torch.optim.Adam(model.parameters(), foreach=True)
+    phases = Phases()
+    with Ledger() as ledger:
+        ledger.track(model, optimizer)
+        for _ in range(2):
+            ledger.reset_peak()
+            step(ledger, model, [lambda: torch.ones(2, 128)], optimizer, phases=phases)
+    peak = ledger.peak()
+    assert set(peak.at_phase_peak_mib) == set(peak.phase_peaks_mib) >= {"data", "forward", "backward", "optimizer"}
+    for phase, alive in peak.at_phase_peak_mib.items():
+        assert sum(alive.values()) == pytest.approx(peak.phase_peaks_mib[phase])
+    alive = peak.at_phase_peak_mib["optimizer"]
+    weights = 4 * size(128 * 128) / MIB
+    assert alive["parameter"] == alive["gradient"] == weights
+    assert alive["temporary"] == pytest.approx(weights, rel=0.05)
 
 
 def test_phase_peaks_include_what_was_there_before() -> None:

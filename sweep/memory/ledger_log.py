@@ -63,7 +63,8 @@ class Log:
         self.host_alive: dict[int, int] = {}
         self.host_in_use = self.host_peak = 0
         self.phase_peaks: dict[str, int] = {}
-        self._phase, self._phase_high = "", 0
+        self.phase_peaks_at: dict[str, int] = {}  # length of `order` at each
+        self._phase, self._phase_high, self._phase_high_at = "", 0, 0
         # Modules by the sequence number of the graph nodes made inside of them: number where a module began or ended.
         self.node_starts: list[int] = []
         self.node_modules: list[str] = []
@@ -100,7 +101,8 @@ class Log:
         self.order.append(id)
         self.in_use += nbytes
         used = self.in_use
-        self._phase_high = max(self._phase_high, used)
+        if used > self._phase_high:
+            self._phase_high, self._phase_high_at = used, len(self.order)
         if used > self.peak:
             self.peak, self.peak_at, self.peak_id = used, len(self.order), id
         return id
@@ -117,7 +119,8 @@ class Log:
     def switch_phase(self, phase: str) -> None:
         """From now on `phase` runs. What is in use at the border belongs to both."""
         self._flush()
-        self._phase, self._phase_high = phase, self.in_use
+        self._phase = phase
+        self._phase_high, self._phase_high_at = self.in_use, len(self.order)
 
     def reset_peak(self) -> None:
         """Peaks start again from what is in use now."""
@@ -125,11 +128,13 @@ class Log:
         self.peak_phase = self._phase
         self.host_peak = self.host_in_use
         self.phase_peaks.clear()
-        self._phase_high = self.in_use
+        self.phase_peaks_at.clear()
+        self._phase_high, self._phase_high_at = self.in_use, len(self.order)
 
     def _flush(self) -> None:
-        if self._phase:
-            self.phase_peaks[self._phase] = max(self._phase_high, self.phase_peaks.get(self._phase, 0))
+        if self._phase and self._phase_high > self.phase_peaks.get(self._phase, -1):
+            self.phase_peaks[self._phase] = self._phase_high
+            self.phase_peaks_at[self._phase] = self._phase_high_at
 
     def mark_node(self, sequence_number: int, module: str) -> None:
         """Graph nodes from `sequence_number` on are made by `module`, until the next mark."""
@@ -174,6 +179,19 @@ class Log:
                 del alive[~entry]
         return list(alive)
 
+    def categories_at(self, positions: dict[str, int]) -> dict[str, dict[str, float]]:
+        """MiB alive by category after the first so many entries of `order`, for several such positions by name."""
+        found: dict[str, dict[str, float]] = {}
+        alive: dict[Category, int] = defaultdict(int)
+        done = 0
+        for name, position in sorted(positions.items(), key=lambda item: item[1]):
+            for entry in self.order[done:position]:
+                id = entry if entry >= 0 else ~entry
+                alive[self.category[id]] += self.bytes[id] if entry >= 0 else -self.bytes[id]
+            done = position
+            found[name] = {c.value: alive[c] / MIB for c in Category if alive[c]}
+        return found
+
     def report(self) -> Peak:
         self._flush()
         by_category: dict[str, int] = defaultdict(int)
@@ -196,6 +214,7 @@ class Log:
             at_peak_mib={c.value: by_category[c.value] / MIB for c in Category if c.value in by_category},
             largest=[Holder(name, category, sum(sizes) / MIB, len(sizes)) for (name, category), sizes in ranked],
             phase_peaks_mib={phase: high / MIB for phase, high in self.phase_peaks.items()},
+            at_phase_peak_mib=self.categories_at(self.phase_peaks_at),
             host_peak_mib=self.host_peak / MIB,
             temporary_mib={phase: size / MIB for phase, size in temporary.items()},
         )
