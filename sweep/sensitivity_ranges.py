@@ -113,8 +113,8 @@ class Sensitivity:
         self.baseline = None if index is None else results[index]
         self.never_run = list(_never_run(results, budget))
         self._thresholds: dict[str, list[float | None]] = {}
-        self._unset: dict[str, list[bool]] = {}
-        self._concluded: dict[BudgetConf | tuple[Any, ...], Answer] = {}
+        self._spans: dict[str, list[Span]] = {}
+        self._concluded: dict[tuple[tuple[str, float | None], ...], Answer] = {}
         self._preferred: dict[tuple[int, ...], int | None] = {}
 
     def with_values(self, values: dict[str, float | None]) -> BudgetConf:
@@ -123,7 +123,7 @@ class Sensitivity:
 
     def answer(self, values: dict[str, float | None]) -> Answer:
         """What is concluded with `values` in the budget; remembered."""
-        key = tuple(sorted(values.items(), key=lambda item: item[0]))
+        key = tuple(sorted(values.items()))
         if key not in self._concluded:
             self._concluded[key] = Answer.of(conclude(self.results, self.with_values(values), self.capacity_mib))
         return self._concluded[key]
@@ -142,6 +142,11 @@ class Sensitivity:
 
     def spans(self, axis: Axis) -> list[Span]:
         """The whole range of one setting, low to high, cut where the answer changes; the others as they are."""
+        if axis.key not in self._spans:
+            self._spans[axis.key] = self._cut(axis)
+        return self._spans[axis.key]
+
+    def _cut(self, axis: Axis) -> list[Span]:
         fixed = self._admitted_by_others(axis.key)
         thresholds = self.thresholds(axis)
         inner = sorted({t for i, t in enumerate(thresholds) if t is not None and i in fixed and 0 < t < math.inf})
