@@ -6,166 +6,163 @@ GitHub's tables and no pictures, since a run's description cannot show files tha
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
-from sweep.report_data import Report, Row, Section
-from sweep.report_words import (
-    evidence_line,
-    largest_line,
-    memory_row,
-    memory_shares,
-    memory_title,
-    next_lines,
-    prediction_lines,
-    reading_lines,
-    spread,
-    verdict_line,
-    where_to_look,
-)
-from sweep.words import NOT_KNOWN, error, loss, mib, number, percent, ratio
+from sweep.report_answers import answers, lead
+from sweep.report_blocks import ALWAYS, DETAIL, USEFUL, Block, Commands, Grid, Points, Text
+from sweep.report_data import Report, Section
+from sweep.report_words import evidence_line, sentence, table_notes, where_to_look
+from sweep.words import mib
 
 #: MLflow cuts tags, and a description is one, at 8000 characters.
 DESCRIPTION_LIMIT = 7900
 
-_Cell = Callable[[Row], str]
 
-_MEASURED: list[tuple[str, _Cell]] = [
-    ("outcome", lambda r: r.outcome),
-    ("peak MiB", lambda r: number(r.peak_mib)),
-    ("saved MiB", lambda r: number(r.saved_mib)),
-    ("step ms", spread),
-    ("speed", lambda r: ratio(r.throughput_ratio)),
-    ("samples/s", lambda r: number(r.samples_per_s)),
-    ("moved MiB", lambda r: _moved(r.to_host_mib, r.from_host_mib)),
-    ("eval loss", lambda r: loss(r.eval_loss)),
-    ("grad err", lambda r: error(r.grad_rel_err)),
-    ("evidence", lambda r: r.evidence),
-]
+@dataclass(frozen=True)
+class Form:
+    """How much of a report is written."""
 
-_PREDICTED: list[tuple[str, _Cell]] = [
-    ("allocated MiB", lambda r: number(r.predicted.allocated_mib) if r.predicted else NOT_KNOWN),
-    ("reserved MiB", lambda r: number(r.predicted.reserved_mib) if r.predicted else NOT_KNOWN),
-    ("fits", lambda r: _fits(r)),
-    ("headroom MiB", lambda r: number(r.predicted.headroom_mib) if r.predicted else NOT_KNOWN),
-    ("peak in", lambda r: f"{r.predicted.peak_phase} {_code(r.predicted.peak_operator)}" if r.predicted else r.outcome),
-    (
-        "would move MiB",
-        lambda r: _moved(r.predicted.to_host_mib, r.predicted.from_host_mib) if r.predicted else NOT_KNOWN,
-    ),
-    ("transfer ms (theoretical)", lambda r: number(r.predicted.transfer_round_trip_ms) if r.predicted else NOT_KNOWN),
-    ("recompute (theoretical)", lambda r: percent(r.predicted.recompute_flops_ratio) if r.predicted else NOT_KNOWN),
-]
+    rank: int = DETAIL  # blocks up to this rank
+    max_rows: int | None = None  # trials per table and list, the preferred and the baseline always among them
+    longest: int | None = None  # characters of a text; an error can be long
+
+    def cut(self, text: str) -> str:
+        if self.longest is None or len(text) <= self.longest:
+            return text
+        return text[: self.longest - 4].rstrip() + " ..."
 
 
-def markdown(report: Report, max_rows: int | None = None) -> str:
-    """The whole report. max_rows: trials shown per table, the preferred and the baseline always among them."""
-    parts = [_section(section, max_rows) for section in report.sections]
-    look = "\n".join(f"- {label}: `{line}`" for label, line in where_to_look(report))
-    return "\n\n".join([*parts, f"### Where to look\n\n{look}"]) + "\n"
+#: From the whole to what still says the verdict and why.
+FORMS = (
+    Form(),
+    Form(max_rows=20),
+    Form(USEFUL),
+    Form(USEFUL, 20),
+    Form(USEFUL, 10),
+    Form(USEFUL, 5, 600),
+    Form(ALWAYS, 5, 600),
+    Form(ALWAYS, 2, 300),
+)
+
+
+def markdown(report: Report, form: Form = FORMS[0]) -> str:
+    """The whole report, or as much as `form` says."""
+    return "\n\n".join(_parts(report, form)) + "\n"
 
 
 def describe(report: Report, limit: int = DESCRIPTION_LIMIT) -> str:
-    """The report in at most `limit` characters: with fewer trials, and in the end cut, where it would be longer."""
-    text = markdown(report)
-    for rows in (50, 20, 10, 5, 2):
-        if len(text) <= limit:
-            return text
-        text = markdown(report, rows)
-    mark = "\n\n(cut; the whole is in report.md)\n"
-    return text if len(text) <= limit else text[: limit - len(mark)] + mark
+    """The report in at most `limit` characters: the longest form that fits, and in the end as many whole blocks."""
+    whole = markdown(report)
+    if len(whole) <= limit:
+        return whole
+    mark = "(shortened; the whole is in report.md)"
+    room = limit - len(mark) - 3
+    for form in FORMS[1:]:
+        parts = _parts(report, form)
+        if sum(len(part) + 2 for part in parts) <= room:
+            return "\n\n".join([*parts, mark]) + "\n"
+    kept: list[str] = []
+    for part in _parts(report, FORMS[-1]):
+        if len(part) + 2 > room:
+            break
+        kept.append(part)
+        room -= len(part) + 2
+    return "\n\n".join([*kept, mark]) + "\n"
 
 
-def _section(section: Section, max_rows: int | None) -> str:
-    c = section.comparison
-    rows, left_out = _shown_rows(section, max_rows)
-    cap = f" Cap: {mib(c.cap_mib)} (`{c.cap_source}`)." if c.cap_mib is not None else ""
-    parts = [
-        f"## {_escape(section.title)}",
-        f"**Verdict: {_escape(verdict_line(section))}.** {_escape(_capital(c.why))}.",
-        f"**Next:** {_escape(c.next_action)}.",
-        f"{evidence_line(section)} Against {_escape(c.against)}.{cap}",
-        _table(section, rows),
-    ]
+def _parts(report: Report, form: Form) -> list[str]:
+    """Blocks of markdown: a heading with what follows it, a table, a list or a paragraph each."""
+    parts = [part for section in report.sections for part in section_parts(section, form)]
+    return [*parts, f"### Which command repeats it?\n\n{block_markdown(Commands(where_to_look(report)))}"]
+
+
+def section_parts(section: Section, form: Form = FORMS[0]) -> list[str]:
+    """One comparison, from its verdict to what to do next."""
+    shown = shown_rows(section, form.max_rows)
+    parts = [f"## {escape(section.title)}"]
+    parts += [block_markdown(block, shown, form) for block in lead(section)]
+    parts.append(escape(against_line(section), begins_line=True))
+    for answer in answers(section):
+        blocks = [b for b in answer.blocks if b.rank <= form.rank]
+        texts = [text for b in blocks if (text := block_markdown(b, shown, form))]
+        if texts:
+            parts += [f"### {escape(answer.question)}\n\n{texts[0]}", *texts[1:]]
+    left_out = len(section.rows) - len(shown)
     if left_out:
         parts.append(f"{left_out} more trials are in `report.json`.")
-    parts.append("\n".join(f"- {_escape(line)}" for line in reading_lines(section)))
-    parts += _memory(section)
-    predictions = [line for line in prediction_lines(section) if line.split(":")[0] in {r.name for r in rows}]
-    if predictions:
-        lines = "\n".join(f"- {_escape(line)}" for line in predictions)
-        parts.append(f"### Prediction against measurement (peak allocated)\n\n{lines}")
-    blocked = [(row, words) for row, words in next_lines(section) if row in rows]
-    if blocked:
-        lines = "\n".join(f"- **{_escape(r.name)}** {r.verdict}{_reasons(r)}: {_escape(words)}" for r, words in blocked)
-        parts.append(f"### Not accepted\n\n{lines}")
-    return "\n\n".join(p for p in parts if p)
+    if form.rank >= DETAIL:
+        parts.append(
+            block_markdown(Points([("", line) for line in table_notes(section)], title="How to read the tables"))
+        )
+    return parts
 
 
-def _shown_rows(section: Section, max_rows: int | None) -> tuple[list[Row], int]:
-    rows = section.rows
-    if max_rows is None or len(rows) <= max_rows:
-        return rows, 0
-    always = [r for r in (section.baseline, section.preferred) if r is not None]
+def against_line(section: Section) -> str:
+    c = section.comparison
+    cap = f" Cap: {mib(c.cap_mib)} ({c.cap_source})." if c.cap_mib is not None else ""
+    return f"{evidence_line(section)} {sentence(f'Against {c.against}')}{cap}"
+
+
+def shown_rows(section: Section, most: int | None) -> list[int]:
+    """The trials that are shown where there is room for `most`, in their order."""
+    rows, c = section.rows, section.comparison
+    if most is None or len(rows) <= most:
+        return list(range(len(rows)))
     # Accepted before tunable before rejected, and the fast first.
     order = {"accept": 0, "tune": 1, "reject": 2}
-    ranked = sorted(rows, key=lambda r: (r not in always, order.get(r.verdict, 3), r.step_ms or float("inf")))
-    kept = ranked[:max_rows]
-    return [r for r in rows if r in kept], len(rows) - len(kept)
+
+    def rank(i: int) -> tuple[bool, int, float]:
+        return i not in (c.baseline_index, c.preferred_index), order.get(rows[i].verdict, 3), rows[i].step_ms or 1e300
+
+    return sorted(sorted(range(len(rows)), key=rank)[:most])
 
 
-def _table(section: Section, rows: Sequence[Row]) -> str:
-    columns = _PREDICTED if section.predicts else _MEASURED
-    if not section.predicts and any(row.reserved_mib is not None for row in rows):
-        columns = [*columns[:2], ("reserved MiB", lambda r: number(r.reserved_mib)), *columns[2:]]
-    head = ["strategy", *(name for name, _ in columns), "verdict"]
-    align = [
-        "---",
-        *("---" if name in ("outcome", "evidence", "fits", "peak in") else "---:" for name, _ in columns),
-        "---",
-    ]
-    lines = [head, align]
-    for row in rows:
-        name = f"**{_escape(row.name)}**" if row is section.preferred else _escape(row.name)
-        lines.append([name, *(_escape(cell(row)) for _, cell in columns), f"{row.verdict}{_reasons(row)}"])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def block_markdown(block: Block, shown: Collection[int] | None = None, form: Form = FORMS[0]) -> str:
+    """A block in markdown, "" for what markdown has no place for. shown: the trials that tables list; None: all."""
+    if isinstance(block, Text):
+        return _bold(block.lead) + escape(form.cut(block.text), begins_line=not block.lead)
+    if isinstance(block, Points):
+        items = block.items[: form.max_rows] if block.per_trial else block.items
+        lines = [f"- {_bold(bold)}{escape(form.cut(text), begins_line=not bold)}" for bold, text in items]
+        title = [f"{_bold(block.title).strip()}\n"] if block.title else []
+        return "\n".join([*title, *lines]) if lines else ""
+    if isinstance(block, Commands):
+        return "\n".join(f"- {escape(label)}: {code(line)}" for label, line in block.lines)
+    return _table(block, shown, form) if isinstance(block, Grid) else ""
 
 
-def _memory(section: Section) -> list[str]:
-    row = memory_row(section)
-    if row is None:
-        return []
-    lines = ["| category | MiB | share |", "| --- | ---: | ---: |"]
-    lines += [f"| {name} | {number(value)} | {percent(share)} |" for name, value, share in memory_shares(row)]
-    parts = [f"### {_escape(memory_title(row))}", "\n".join(lines)]
-    largest = largest_line(row)
-    return parts + ([f"Largest: {_escape(largest)}."] if largest else [])
+def _table(grid: Grid, shown: Collection[int] | None, form: Form) -> str:
+    marks = ["---", *("---" if name in grid.left else "---:" for name in grid.header[1:])]
+    lines = [[escape(name) for name in grid.header], marks]
+    about: Sequence[int | None] = grid.trials or [None] * len(grid.rows)
+    for trial, row in zip(about, grid.rows):
+        if trial is None or shown is None or trial in shown:
+            first = escape(form.cut(row[0]))
+            is_strong = trial is not None and trial == grid.strong
+            lines.append([f"**{first}**" if is_strong else first, *(escape(form.cut(cell)) for cell in row[1:])])
+    title = f"{_bold(grid.title).strip()}\n\n" if grid.title else ""
+    return title + "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _fits(row: Row) -> str:
-    return NOT_KNOWN if row.predicted is None else "yes" if row.predicted.fits else "no"
+def _bold(text: str) -> str:
+    return f"**{escape(text)}** " if text else ""
 
 
-def _moved(to_host_mib: float | None, from_host_mib: float | None) -> str:
-    if to_host_mib is None or from_host_mib is None:
-        return NOT_KNOWN
-    total = to_host_mib + from_host_mib
-    return number(total) if total else "0"
-
-
-def _reasons(row: Row) -> str:
-    return f" ({', '.join(row.reasons)})" if row.reasons else ""
-
-
-def _code(text: str) -> str:
-    return f"`{text}`" if text else ""
-
-
-def _capital(words: str) -> str:
-    return words[:1].upper() + words[1:]
-
-
-def _escape(text: str) -> str:
-    """Names and errors as text: no table cell ends early, and nothing becomes emphasis or HTML."""
+def code(text: str) -> str:
+    """A code span that may itself hold backticks."""
     one_line = " ".join(text.split())
-    # An underscore inside of a word is no emphasis.
-    return re.sub(r"[\\|*<\[`]|(?<!\w)_|_(?!\w)", lambda found: "\\" + found.group(), one_line)
+    longest = max((len(run) for run in re.findall("`+", one_line)), default=0)
+    fence, pad = "`" * (longest + 1), " " if "`" in one_line else ""
+    return f"{fence}{pad}{one_line}{pad}{fence}"
+
+
+def escape(text: str, begins_line: bool = False) -> str:
+    """Names and errors as text: no table cell ends early, and nothing becomes emphasis, a heading, a link or HTML."""
+    one_line = " ".join(text.split())
+    # An underscore inside of a word is no emphasis, and an ampersand alone no entity.
+    marked = re.sub(r"[\\|*<\[`~]|(?<!\w)_|_(?!\w)|&(?=[#\w]+;)", lambda found: "\\" + found.group(), one_line)
+    if not begins_line:
+        return marked
+    # What begins a line must not begin a heading, a quotation or a list.
+    return re.sub(r"^(\d+)([.)])(?=\s|$)", r"\1\\\2", re.sub(r"^([#>+=-])", r"\\\1", marked))

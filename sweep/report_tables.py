@@ -9,16 +9,18 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from sweep.report_data import Predicted, Row, Section
-from sweep.report_words import memory_shares, operator_words, spread
+from sweep.report_data import Section
+from sweep.report_rows import Predicted, Row
+from sweep.report_times import speed, spread
+from sweep.report_words import memory_shares, operator_words
 from sweep.results import Outcome, Verdict
-from sweep.words import NOT_KNOWN, error, loss, number, percent, ratio
+from sweep.words import NOT_KNOWN, error, loss, number, percent
 
 #: From this width on there is room for whole headers and every column.
 WIDE, WIDE_PREDICTED = 100, 110
 BAR = 24
-#: What all columns take beside the name, and, of predictions, beside where the peak is.
-_MEASURED_WIDTH, _PREDICTED_WIDTH = 74, 76
+#: What all columns take beside the name and the step time, and, of predictions, beside name and where the peak is.
+_MEASURED_WIDTH, _PREDICTED_WIDTH = 63, 76
 
 VERDICT_STYLES = {Verdict.accept.value: "green", Verdict.tune.value: "yellow", Verdict.reject.value: "red"}
 
@@ -41,7 +43,8 @@ def trials_table(section: Section, width: int, plain: Plain) -> Table:
     if section.predicts:
         room = width - _PREDICTED_WIDTH - len("backward") if wide else 22
     else:
-        room = width - _MEASURED_WIDTH - 10 * reserved if wide else 22
+        steps = max(len(spread(row)) for row in section.rows)
+        room = width - _MEASURED_WIDTH - max(steps, 6) - 10 * reserved if wide else 22
     names = min(room, max(len(row.name) for row in section.rows) + 2)
     if section.predicts:
         columns = _predicted_columns(wide, width - names - _PREDICTED_WIDTH)
@@ -73,7 +76,7 @@ def _measured_columns(wide: bool, reserved: bool) -> list[_Column]:
         _Column("peak\nMiB", lambda r: number(r.peak_mib)),
         _Column("saved\nMiB", lambda r: number(r.saved_mib)),
         _Column("step\nms", spread),
-        _Column("speed", lambda r: ratio(r.throughput_ratio)),
+        _Column("speed", speed),
         _Column("eval\nloss", lambda r: loss(r.eval_loss)),
         _Column("grad\nerr", lambda r: error(r.grad_rel_err)),
         _verdict_column(),
@@ -82,7 +85,9 @@ def _measured_columns(wide: bool, reserved: bool) -> list[_Column]:
         columns.insert(2, _Column("reserved\nMiB", lambda r: number(r.reserved_mib)))
     if not wide:
         # What did not run has no step time, so its outcome stands there.
-        step = _Column("step\nms", lambda r: spread(r) if r.step_ms is not None else r.outcome, style=_outcome_style)
+        step = _Column(
+            "step\nms", lambda r: spread(r, short=True) if r.step_ms is not None else r.outcome, style=_outcome_style
+        )
         columns = [*columns[1:3], step, *columns[4:]]
     return columns
 

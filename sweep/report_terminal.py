@@ -10,7 +10,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from sweep.report_answers_hold import drift_words
+from sweep.report_answers_why import because, finding_lines
 from sweep.report_data import Report, Section
+from sweep.report_quality import quality_lines
 from sweep.report_tables import VERDICT_STYLES, memory_table, trials_table
 from sweep.report_words import (
     evidence_line,
@@ -20,6 +23,9 @@ from sweep.report_words import (
     next_lines,
     prediction_lines,
     reading_lines,
+    reasons_words,
+    says,
+    sentence,
     verdict_line,
     where_to_look,
 )
@@ -93,6 +99,9 @@ def _print_section(section: Section, out: _Printer) -> None:
     out.table(trials_table(section, out.width, out.plain))
     for line in (["*: preferred."] if section.preferred is not None else []) + reading_lines(section):
         out.line(Text(line, style="dim"))
+    quality = quality_lines(section)
+    if quality:
+        out.line(f"Held-out loss against the baseline's: {'; '.join(quality)}.")
     _print_memory(section, out)
     predictions = prediction_lines(section)
     if predictions:
@@ -100,15 +109,31 @@ def _print_section(section: Section, out: _Printer) -> None:
         for line in predictions:
             out.line(line, indent=2)
     out.heading(f"Verdict: {verdict_line(section)}")
-    out.line(_sentence(c.why), indent=2)
-    out.line(Text.assemble(("Next: ", "bold"), _sentence(c.next_action, capital=False)), indent=2)
+    out.line(says(section, c.why), indent=2)
+    for label, words in _because(section):
+        out.line(Text.assemble((label, "bold"), words), indent=2)
+    out.line(Text.assemble(("Next: ", "bold"), sentence(c.next_action, first=False)), indent=2)
     blocked = next_lines(section)
     if blocked:
         out.heading("Not accepted")
     for row, words in blocked:
         verdict = (row.verdict, VERDICT_STYLES.get(row.verdict, ""))
-        reasons = f" ({', '.join(row.reasons)})" if row.reasons else ""
-        out.line(Text.assemble((row.name, "bold"), " ", verdict, f"{reasons}: {words}"), indent=2)
+        out.line(Text.assemble((row.name, "bold"), " ", verdict, f"{reasons_words(row)}: {words}"), indent=2)
+
+
+def _because(section: Section) -> list[tuple[str, str]]:
+    """Why, in a line or two; what surprises; what the machine did; and whether the choice survives another budget."""
+    lines = [("Why: ", says(section, words)) for words in because(section)]
+    lines += [("Finding: ", f"{name}: {sentence(line, first=False)}") for name, line in finding_lines(section)[:2]]
+    drift = section.comparison.drift
+    if drift is not None and not drift.difference.none:
+        lines.append(("Drift: ", sentence(drift_words(drift), first=False)))
+    disturbed = [f"{r.name} ({', '.join(r.disturbed)})" for r in section.rows if r.disturbed]
+    if disturbed:
+        lines.append(("Disturbed: ", f"{'; '.join(disturbed)}."))
+    if section.survival:
+        lines.append(("Other budgets: ", sentence(section.survival[0])))
+    return lines
 
 
 def _print_memory(section: Section, out: _Printer) -> None:
@@ -120,10 +145,6 @@ def _print_memory(section: Section, out: _Printer) -> None:
     largest = largest_line(row)
     if largest:
         out.line(f"largest: {largest}", indent=2)
-
-
-def _sentence(words: str, capital: bool = True) -> str:
-    return f"{words[:1].upper() if capital else words[:1]}{words[1:]}." if words else ""
 
 
 def single_line(result: TrialResult) -> str:

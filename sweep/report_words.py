@@ -6,12 +6,15 @@ import re
 import shlex
 from pathlib import Path
 
-from sweep.report_data import Report, Row, Section
+from sweep.next_step import LASTING
+from sweep.report_data import Report, Section
+from sweep.report_rows import Row
+from sweep.report_times import noisy_words
 from sweep.results import Category, Evidence, Holder
 from sweep.words import count, error, mib, number, percent
 
-#: Half the distance between the quartiles over the median: from here on a step time is called noisy.
-NOISY = 0.25
+#: A prediction that is further off than this is worth a line of its own.
+WELL_PREDICTED = 0.01
 
 CATEGORY_WORDS = {
     Category.activation.value: "activations",
@@ -39,39 +42,75 @@ def evidence_line(section: Section) -> str:
 
 
 def reading_lines(section: Section) -> list[str]:
-    """How the columns of a section's table are to be read."""
+    """How the columns of the terminal's table are to be read."""
     if section.predicts:
         return [
             "allocated, reserved: peaks. headroom: capacity less reserved and context.",
             "would move: to the host and back, per step. transfer: its theoretical time at the link's bandwidth.",
             "recompute: FLOPs computed again, over those of a step that recomputes nothing.",
         ]
-    lines = []
+    step = _step_note(section)
+    none = "; none: no difference beyond the noise" if any(r.step and r.step.none for r in section.rows) else ""
+    lines = [f"step: {step}; speed: against the baseline{none}."] if step else []
+    noisy = noisy_words(section)
+    return lines + ([noisy] if noisy else []) + _error_notes(section)
+
+
+def table_notes(section: Section) -> list[str]:
+    """The same for the tables of the whole report."""
+    if section.predicts:
+        return [
+            "peak, reserved: of allocated and of reserved bytes. headroom: capacity less reserved and context.",
+            "recompute: FLOPs computed again, over those of a step that recomputes nothing.",
+            "would move: to the host and back, per step. transfer: its theoretical time at the link's bandwidth.",
+        ]
+    step = _step_note(section)
+    lines = [
+        "peak: the highest point of allocated device memory. saved: against the baseline's, in MiB and as its share.",
+    ]
+    if step:
+        lines.append(
+            f"step: {step}. against the baseline: change of the step time (with its 95 % interval); none: no "
+            "difference beyond the noise."
+        )
+    if any(r.quality is not None for r in section.candidates):
+        lines.append(
+            "quality: held-out loss less the baseline's over the same seeds (95 % interval of the mean). It speaks of "
+            "these steps and held-out batches, not of a whole training run; equal is not the same: differences "
+            "inside of the interval are not ruled out."
+        )
+    return lines + _error_notes(section)
+
+
+def _step_note(section: Section) -> str:
     ran = next((r.measurement for r in section.results if r.measurement is not None), None)
-    if ran is not None:
-        over = f"{count(ran.repeats, 'repeat')} of {count(ran.steps, 'step')}"
-        lines.append(
-            f"step: median over {over}, ± half the distance between its quartiles; speed: against the baseline."
-        )
-    noisy = [r.name for r in section.rows if r.step_ms and (r.step_half_spread_ms or 0.0) > NOISY * r.step_ms]
-    if noisy:
-        lines.append(
-            f"Noisy: the steps of {', '.join(noisy)} vary by more than a quarter, so differences in speed may be "
-            "chance; measure again on a quiet machine, or with more measure.steps."
-        )
+    if ran is None:
+        return ""
+    over = f"median over {count(ran.repeats, 'repeat')} of {count(ran.steps, 'step')}"
+    if any(r.step_ms_ci_low is not None for r in section.rows):
+        return f"{over} (its 95 % interval)"
+    return f"{over}, ± half the distance between its quartiles"
+
+
+def _error_notes(section: Section) -> list[str]:
     verified = [r for r in section.rows if r.verified is not None]
+    lines = []
     if verified:
         allowed = max((r.tolerance for r in verified if r.tolerance is not None), default=None)
         lines.append(
             "grad err: largest relative error of a parameter's gradient against the baseline's "
             f"(allowed {error(allowed)}; 0: no difference)."
         )
-    how: dict[str, list[str]] = {}
+    compared: dict[str, list[str]] = {}
     for row in verified:
         if row.verified_how:
-            how.setdefault(row.verified_how, []).append(row.name)
-    lines += [f"Compared with {words}: {', '.join(names)}." for words, names in how.items()]
-    return lines
+            compared.setdefault(row.verified_how, []).append(row.name)
+    return lines + [f"Compared with {words}: {', '.join(names)}." for words, names in compared.items()]
+
+
+def lasting_mib(row: Row) -> float:
+    """Parameters, buffers, gradients and optimizer state at the peak, in MiB: what no strategy here lowers."""
+    return sum(row.at_peak_mib.get(c.value, 0.0) for c in LASTING)
 
 
 def memory_row(section: Section) -> Row | None:
@@ -130,17 +169,33 @@ def largest_line(row: Row, most: int = 5) -> str:
 
 
 def prediction_lines(section: Section) -> list[str]:
-    """Each measured trial's prediction and its error."""
-    pairs = [(r, r.predicted) for r in section.rows if r.predicted is not None and not section.predicts]
+    """Measured against predicted peaks: in one line where they agree, and one for each trial where they do not."""
+    if section.predicts:
+        return []
+    pairs = [(r, r.predicted) for r in section.rows if r.predicted is not None]
+    measured = [(r, p) for r, p in pairs if r.peak_mib is not None and r.step_ms is not None]
+    close = [(r, p) for r, p in measured if p.error_ratio is not None and abs(p.error_ratio) <= WELL_PREDICTED]
     lines = []
-    for row, p in pairs:
-        if row.peak_mib is not None and row.step_ms is not None:
+    if close:
+        worst = max((abs(p.error_ratio or 0.0) for _, p in close))
+        lines.append(f"within {percent(worst, 2)} of the measured peak for {count(len(close), 'trial')}")
+    for row, p in measured:
+        if (row, p) not in close:
             off = percent(p.error_ratio, 2, sign=True)
             lines.append(f"{row.name}: predicted {mib(p.allocated_mib)}, measured {mib(row.peak_mib)} ({off})")
-        else:
+    for row, p in pairs:
+        if (row, p) not in measured:
             fits = "fits" if p.fits else "does not fit"
             lines.append(f"{row.name}: predicted {mib(p.allocated_mib)} ({fits}), not measured ({row.outcome})")
     return lines
+
+
+def prediction_summary(section: Section) -> str:
+    """How far predictions can be trusted here."""
+    if section.predicts:
+        return "nothing was measured here to hold them against (0 trials)"
+    lines = prediction_lines(section)
+    return "; ".join(lines) if lines else "0 trials have one"
 
 
 def verdict_line(section: Section) -> str:
@@ -157,20 +212,32 @@ def next_lines(section: Section) -> list[tuple[Row, str]]:
     ]
 
 
-def spread(row: Row) -> str:
-    """`118.2 ±2.4`, both rounded alike."""
-    if row.step_ms is None:
-        return number(None)
-    half = row.step_half_spread_ms
-    shown = number(row.step_ms)
-    digits = len(shown.partition(".")[2])
-    return shown if half is None else f"{shown} ±{half:.{digits}f}"
+def reasons_words(row: Row) -> str:
+    return f" ({', '.join(row.reasons)})" if row.reasons else ""
+
+
+def sentence(words: str, first: bool = True) -> str:
+    """With a full stop and, where it comes first, a capital letter."""
+    whole = words.strip()
+    if not whole:
+        return ""
+    return (capital(whole) if first else whole) + ("" if whole.endswith((".", "!", "?")) else ".")
+
+
+def says(section: Section, words: str) -> str:
+    """A sentence with a capital letter, unless it begins with the name of a trial."""
+    return sentence(words, first=not any(words.startswith(row.name) for row in section.rows))
+
+
+def capital(words: str) -> str:
+    return words[:1].upper() + words[1:]
 
 
 def where_to_look(report: Report) -> list[tuple[str, str]]:
     """Label and line: files, MLflow, and the command that repeats one trial."""
     folder = shown_path(report.folder)
-    names = [report.markdown_path.name, report.json_path.name, *(p.name for p in report.plots)]
+    files = [report.html_path, report.markdown_path, report.json_path, *report.plots]
+    names = [path.name for path in files]
     lines = [("files", f"{folder}/: {', '.join(names)}")]
     mlflow = mlflow_line(report)
     if mlflow:

@@ -1,0 +1,182 @@
+"""One trial as every table, text and picture of a report shows it, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sweep.findings import Difference, Explanation, Quality, Trace, WhatIf
+from sweep.results import Decision, Evidence, Holder, Peak, Prediction, TrialResult
+from sweep.words import known
+
+
+@dataclass
+class Predicted:
+    """The part of a prediction that a report shows. Nothing was run; times are theoretical."""
+
+    device: str
+    allocated_mib: float
+    reserved_mib: float
+    fits: bool
+    headroom_mib: float | None  # negative: short by so much
+    peak_phase: str
+    peak_operator: str
+    at_peak_mib: dict[str, float]  # by category
+    largest: list[Holder]
+    to_host_mib: float
+    from_host_mib: float
+    transfer_one_way_ms: float | None
+    transfer_round_trip_ms: float | None
+    recompute_flops_ratio: float
+    error_ratio: float | None  # predicted over measured allocated peak, less one; None: nothing was measured
+    evidence: str = Evidence.predicted.value
+    what_if: list[WhatIf] = field(default_factory=list)  # changes of the workload, which are no candidates
+
+    @classmethod
+    def of(cls, p: Prediction, measured_mib: float | None) -> Predicted:
+        error = known(p.error_ratio)
+        if error is None and measured_mib:
+            error = p.allocated_mib / measured_mib - 1
+        return cls(
+            device=p.device,
+            allocated_mib=p.allocated_mib,
+            reserved_mib=p.reserved_mib,
+            fits=p.fits,
+            headroom_mib=p.headroom_mib,
+            peak_phase=p.peak_phase or (p.peak.phase if p.peak else ""),
+            peak_operator=p.peak_operator or (p.peak.operator if p.peak else ""),
+            at_peak_mib=p.at_peak_mib or (p.peak.at_peak_mib if p.peak else {}),
+            largest=p.peak.largest if p.peak else [],
+            to_host_mib=p.to_host_mib,
+            from_host_mib=p.from_host_mib,
+            transfer_one_way_ms=p.transfer_one_way_ms,
+            transfer_round_trip_ms=p.transfer_round_trip_ms,
+            recompute_flops_ratio=p.recompute_flops_ratio,
+            error_ratio=error,
+            what_if=list(p.what_if),
+        )
+
+
+@dataclass
+class Row:
+    """One trial as every table shows it. Measured numbers carry `evidence`; None means not known."""
+
+    name: str
+    strategy: str
+    outcome: str
+    evidence: str
+    is_baseline: bool
+    peak_mib: float | None  # the peak that decides
+    reserved_mib: float | None
+    saved_mib: float | None  # against the baseline
+    step_ms: float | None  # median over all timed steps
+    step_ms_low: float | None  # 25th percentile
+    step_ms_high: float | None  # 75th percentile
+    step_ms_ci_low: float | None  # bootstrap interval of the median
+    step_ms_ci_high: float | None
+    step: Difference | None  # step time over the baseline's
+    samples_per_s: float | None
+    tokens_per_s: float | None
+    throughput_ratio: float | None  # to the baseline
+    train_loss: float | None  # of the last step
+    eval_loss: float | None  # held-out, after the last step
+    eval_loss_ratio: float | None
+    quality: Quality | None  # held-out loss against the baseline's, over the seeds
+    grad_rel_err: float | None  # largest relative error of a parameter's gradient against the baseline's
+    verified: bool | None
+    tolerance: float | None  # largest relative error allowed
+    verified_how: str  # "" or what the check left out, such as "dropout off"
+    phases_ms: dict[str, float]
+    to_host_mib: float | None  # moved in one optimizer step
+    from_host_mib: float | None
+    host_peak_mib: float | None  # highest sum of host copies, by the ledger
+    peak: Peak | None  # what was alive at the measured peak
+    disturbed: list[str]  # why its times may not be its own
+    explanation: Explanation | None  # why peak and step time differ from the baseline's
+    trace: Trace | None
+    verdict: str
+    reasons: list[str]
+    why: str
+    next_action: str
+    error: str
+    command: str
+    folder: str
+    mlflow_run_id: str | None
+    predicted: Predicted | None
+
+    @classmethod
+    def of(cls, result: TrialResult, decision: Decision, explanation: Explanation | None = None) -> Row:
+        m, v, p = result.measurement, result.verification, result.prediction
+        measured_peak = known(m.peak_allocated_mib) if m is not None else None
+        return cls(
+            name=result.name,
+            strategy=result.strategy,
+            outcome=result.outcome,
+            evidence=result.evidence,
+            is_baseline=result.is_baseline,
+            peak_mib=decision.peak_mib,
+            reserved_mib=known(m.peak_reserved_mib) if m else None,
+            saved_mib=decision.saved_mib,
+            step_ms=m.step_ms if m else None,
+            step_ms_low=m.step_ms_low if m else None,
+            step_ms_high=m.step_ms_high if m else None,
+            step_ms_ci_low=known(m.step_ms_ci_low) if m else None,
+            step_ms_ci_high=known(m.step_ms_ci_high) if m else None,
+            step=decision.step,
+            samples_per_s=m.samples_per_s if m else None,
+            tokens_per_s=m.tokens_per_s if m else None,
+            throughput_ratio=decision.throughput_ratio,
+            train_loss=known(m.train_loss[-1]) if m and m.train_loss else None,
+            eval_loss=known(m.eval_loss) if m else None,
+            eval_loss_ratio=decision.eval_loss_ratio,
+            quality=decision.quality,
+            grad_rel_err=known(v.grad_rel_err) if v else None,
+            verified=v.passed if v else None,
+            tolerance=v.tolerance if v else None,
+            verified_how=_verified_how(result),
+            phases_ms=dict(m.phases_ms) if m else {},
+            to_host_mib=m.to_host_mib if m else None,
+            from_host_mib=m.from_host_mib if m else None,
+            host_peak_mib=m.peak.host_peak_mib if m and m.peak else None,
+            peak=m.peak if m else None,
+            disturbed=list(decision.disturbed),
+            explanation=explanation,
+            trace=result.trace,
+            verdict=decision.verdict,
+            reasons=list(decision.reasons),
+            why=decision.why,
+            next_action=decision.next_action,
+            error=result.error,
+            command=result.command,
+            folder=result.folder,
+            mlflow_run_id=result.mlflow_run_id,
+            predicted=Predicted.of(p, measured_peak) if p is not None else None,
+        )
+
+    @property
+    def at_peak_mib(self) -> dict[str, float]:
+        """What is alive at the peak by category: as run, else as predicted."""
+        if self.peak is not None and self.peak.at_peak_mib:
+            return self.peak.at_peak_mib
+        return self.predicted.at_peak_mib if self.predicted is not None else {}
+
+    @property
+    def step_half_spread_ms(self) -> float | None:
+        """Half the distance between the quartiles of the step times."""
+        if self.step_ms_low is None or self.step_ms_high is None:
+            return None
+        return (self.step_ms_high - self.step_ms_low) / 2
+
+    @property
+    def saved_ratio(self) -> float | None:
+        """The saving as a share of the baseline's peak."""
+        if self.saved_mib is None or self.peak_mib is None or self.saved_mib + self.peak_mib <= 0:
+            return None
+        return self.saved_mib / (self.saved_mib + self.peak_mib)
+
+
+def _verified_how(result: TrialResult) -> str:
+    v = result.verification
+    if v is None:
+        return ""
+    left_out = [f"dropout {v.dropout}"] if v.dropout != "on" else []
+    return ", ".join(left_out + ([v.scope] if v.scope != "full" else []))
