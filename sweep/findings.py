@@ -43,6 +43,7 @@ class Run:
     to_host_mib: float = 0.0  # moved in one optimizer step
     from_host_mib: float = 0.0
     fresh_process: bool = False
+    at_end: bool = False  # the baseline's last, after all other trials of the comparison: it gives the drift
     conditions: Conditions | None = None
     error: str = ""  # why it did not come to its end; its times then do not count
 

@@ -1,7 +1,7 @@
 """A trial in its own process: no peak, fragmentation or broken CUDA context carries over, and a crash is a result.
 
 The parent writes request.json into the trial's folder and starts `python -m sweep.isolate <folder>`; the child writes
-result.json there and reports its progress as JSON lines on standard output.
+result.json there (or run.json: one repeat of a trial) and reports its progress as JSON lines on standard output.
 """
 
 from __future__ import annotations
@@ -15,26 +15,63 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from sweep.errors import BadInput
+from sweep.findings import Run
 from sweep.measure import Progress, no_progress
-from sweep.results import Outcome, TrialResult, read_trial, write_json
+from sweep.results import Outcome, TrialResult, from_dict, read_trial, write_json
 from sweep.schema import Config, plain, typed
-from sweep.trial import describe, run_trial, save
+from sweep.trial import describe, run_repeat, run_trial, save
 
 #: Start of an interpreter, imports and the model; the trial itself is limited by measure.timeout_s.
 STARTUP_S = 120.0
+RESULT, RUN = "result.json", "run.json"
 TAIL_CHARACTERS = 4000
 
 
-def run_isolated(config: Config, name: str, folder: Path, *, progress: Progress = no_progress) -> TrialResult:
+def run_isolated(
+    config: Config, name: str, folder: Path, *, progress: Progress = no_progress, first_round: bool = False
+) -> TrialResult:
     """Run one trial in a fresh process. Raises BadInput as the trial would; everything else is in the result."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "result.json").unlink(missing_ok=True)
-    write_json({"config": plain(config), "name": name}, folder / "request.json")
     started = time.perf_counter()
+    request = {"config": plain(config), "name": name, "first_round": first_round}
+    failed = _run_child(request, folder, RESULT, config.measure.timeout_s, progress)
+    if failed is None:
+        return read_trial(folder / RESULT)
+    result = describe(config, name)
+    result.outcome, result.error = failed[0].value, failed[1]
+    result.details = (folder / "stderr.log").read_text(errors="replace")[-TAIL_CHARACTERS:]
+    result.wall_s = time.perf_counter() - started
+    return result
+
+
+def run_isolated_repeat(config: Config, index: int, folder: Path, *, progress: Progress = no_progress) -> Run:
+    """Repeat a trial's timed run in a fresh process, as round `index`. Whatever goes wrong is in Run.error.
+
+    folder: for the request, the answer and the process's errors.
+    """
+    started_at = datetime.now(UTC).isoformat(timespec="seconds")
+    request = {"config": plain(config), "repeat": index}
+    try:
+        failed = _run_child(request, folder, RUN, config.measure.timeout_s, progress)
+    except BadInput as error:
+        failed = Outcome.invalid, str(error)
+    if failed is None:
+        return from_dict(Run, json.loads((folder / RUN).read_text(encoding="utf-8")))
+    seed = config.workload.seed + index % config.measure.seeds
+    return Run(index=index, seed=seed, started_at=started_at, fresh_process=True, error=failed[1])
+
+
+def _run_child(
+    request: dict[str, Any], folder: Path, answer: str, timeout_s: float, progress: Progress
+) -> tuple[Outcome, str] | None:
+    """Let a fresh process write `folder / answer`. Returns None where it is there, else what happened, in words."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / answer).unlink(missing_ok=True)
+    write_json(request, folder / "request.json")
     with (folder / "stderr.log").open("wb") as stderr:
         child = subprocess.Popen(
             [sys.executable, "-m", "sweep.isolate", str(folder)],
@@ -45,23 +82,20 @@ def run_isolated(config: Config, name: str, folder: Path, *, progress: Progress 
             start_new_session=True,  # so that whatever it starts can be ended with it
         )
         try:
-            bad_input = _follow(child, progress, started + config.measure.timeout_s + STARTUP_S)
+            bad_input = _follow(child, progress, time.perf_counter() + timeout_s + STARTUP_S)
         except subprocess.TimeoutExpired:
             _kill(child)
-            if (folder / "result.json").is_file():  # the trial was done, only its process did not end
-                return read_trial(folder / "result.json")
-            return _failure(
-                config, name, folder, started, Outcome.timeout,
-                f"measure.timeout_s={config.measure.timeout_s:g}: the trial did not end in time and was killed",
-            )  # fmt: skip
+            if (folder / answer).is_file():  # it was done, only its process did not end
+                return None
+            return Outcome.timeout, f"measure.timeout_s={timeout_s:g}: it did not end in time and was killed"
         except BaseException:
             _kill(child)
             raise
     if bad_input is not None:
         raise bad_input
-    if (folder / "result.json").is_file():
-        return read_trial(folder / "result.json")
-    return _failure(config, name, folder, started, Outcome.crashed, f"the process {_how_it_ended(child.returncode)}")
+    if (folder / answer).is_file():
+        return None
+    return Outcome.crashed, f"the process {_how_it_ended(child.returncode)}"
 
 
 def _follow(child: subprocess.Popen[bytes], progress: Progress, deadline: float) -> BadInput | None:
@@ -109,14 +143,6 @@ def _how_it_ended(code: int) -> str:
     return f"was killed by {name}{hint}"
 
 
-def _failure(config: Config, name: str, folder: Path, started: float, outcome: Outcome, error: str) -> TrialResult:
-    result = describe(config, name)
-    result.outcome, result.error = outcome.value, error
-    result.details = (folder / "stderr.log").read_text(errors="replace")[-TAIL_CHARACTERS:]
-    result.wall_s = time.perf_counter() - started
-    return result
-
-
 def _environment() -> dict[str, str]:
     """The parent's, with its import path, so that the user's own modules are found whatever the working directory."""
     env = dict(os.environ)
@@ -135,16 +161,24 @@ def main(folder: Path) -> int:
         channel.write(json.dumps(message) + "\n")
 
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
+    config, name = typed(request["config"]), request.get("name")
+
+    def progress(done: int, total: int, what: str) -> None:
+        say(progress=[done, total, what])
+
     try:
-        result = run_trial(
-            typed(request["config"]),
-            request["name"],
-            progress=lambda done, total, what: say(progress=[done, total, what]),
-        )
+        if name is None:
+            run = run_repeat(config, request["repeat"], progress=progress)
+            run.fresh_process = True
+            write_json(run, folder / RUN)
+            return 0
+        result = run_trial(config, name, progress=progress, first_round=request["first_round"])
     except BadInput as error:
         value = error.value if isinstance(error.value, (str, int, float, type(None))) else str(error.value)
         say(bad_input=[error.key, value, error.wrong, error.todo])
         return 2
+    for run in result.measurement.runs if result.measurement is not None else ():
+        run.fresh_process = True
     save(result, folder)
     return 0
 

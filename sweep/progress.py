@@ -34,9 +34,9 @@ class Display:
         self._bars.stop()
 
     @contextmanager
-    def trial(self, name: str) -> Iterator[None]:
+    def trial(self, name: str, what: str = "preparing, predicting, verifying") -> Iterator[None]:
         self._bars.update(self._trials, what=name)
-        self._steps = self._bars.add_task("steps", total=None, what="preparing, predicting, verifying")
+        self._steps = self._bars.add_task("steps", total=None, what=what)
         try:
             yield
         finally:
@@ -53,3 +53,11 @@ class Display:
         total = self._bars.tasks[0].total
         if total is not None:
             self._bars.update(self._trials, total=total + 1)
+
+    def repeats(self, total: int) -> None:
+        """The trials are done; from now on runs that repeat them are counted."""
+        self._bars.reset(self._trials, total=total, description="repeats", what="")
+
+    def skip(self) -> None:
+        """One that was counted and is not made."""
+        self._bars.advance(self._trials)

@@ -71,7 +71,7 @@ def read_sweep(folder: Path) -> list[TrialResult]:
             wrong = f"is no result of a trial ({type(error).__name__})"
             raise BadInput("folder", path, wrong, "move it away, or run that trial again") from error
         # A baseline that was measured early, for a candidate, lies in the folder of its own job as well.
-        same = result.mlflow_run_id or result.folder or str(path)
+        same = result.key or str(path)
         results.setdefault(same, ((result.started_at, _natural(path)), result))
     if not results:
         raise BadInput("folder", folder, "holds no result.json", "give the output folder of a sweep, or run one")

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from sweep.report import Report, print_report, report_console, single_line, writ
 from sweep.report import describe as describe_report
 from sweep.report_best import STATE, best_of
 from sweep.results import Comparison, Evidence, Outcome, Prediction, TrialResult, read_trial, write_json
-from sweep.schema import BudgetConf, Config, Isolate, Mode, StrategyConf, TrackingConf, typed
+from sweep.rounds import in_own_process, repeat_in_turn
+from sweep.schema import BudgetConf, Config, StrategyConf, TrackingConf, typed
 from sweep.trial import check_trial, describe, fixed_id, is_baseline, run_trial, save
 from sweep.trial_names import name_strategy, trial_name, without_search
 
@@ -60,6 +62,7 @@ class Session:
         self.checked: dict[str, Any] = {}  # what check_trial has built already
         self.closed = False
         self._baselines: dict[str, TrialResult] = {}  # ended ones, by fixed_id
+        self._folders: dict[str, list[Path]] = {}  # by TrialResult.key: a baseline may lie in its own job's, too
         self._store = tracking.store_location(conf.uri, ROOT, conf.experiment) if conf.enabled else None
 
     @classmethod
@@ -202,10 +205,10 @@ class Session:
         return result
 
     def _compute(self, config: Config, planned: TrialResult, folder: Path) -> TrialResult:
-        if _in_own_process(config):
-            result = run_isolated(config, planned.name, folder, progress=self.display.step)
-        else:
-            result = run_trial(config, planned.name, progress=self.display.step)
+        # A search asks for a trial's numbers before it chooses the next: it repeats at once.
+        first_round = config.measure.interleave and not self.state.study
+        run = partial(run_isolated, folder=folder) if in_own_process(config) else run_trial
+        result = run(config, planned.name, progress=self.display.step, first_round=first_round)
         result.overrides, result.command = planned.overrides, planned.command
         save(result, folder)
         return result
@@ -213,18 +216,25 @@ class Session:
     def results(self) -> list[TrialResult]:
         """All trials of this session so far, each once, the inserted baseline first, then in order of their start."""
         found: dict[str, TrialResult] = {}
+        self._folders = {}
         for path in self.folder.glob("**/result.json"):
             result = read_trial(path)
             if result.started_at >= self.state.started_at:
-                known = found.get(result.mlflow_run_id or result.folder)
-                if known is None or path.parent.name.startswith("baseline"):
-                    found[result.mlflow_run_id or result.folder] = result
+                self._folders.setdefault(result.key, []).append(path.parent)
+                if result.key not in found or path.parent.name.startswith("baseline"):
+                    found[result.key] = result
         return sorted(found.values(), key=lambda r: (not r.is_baseline, r.started_at, r.folder))
 
     def finish(self, status: tracking.Status = "FINISHED") -> None:
-        """Judge all trials, write and print the report, and close the parent run. Also for an interrupted sweep."""
+        """Repeat and judge all trials, write and print the report, and close the parent run.
+
+        An interrupted command is finished, too: nothing more is run, and what there is is judged.
+        """
         if self.closed:
             return
+        if status == "FINISHED" and not self.state.study:
+            # Interrupted in here, the command finishes once more, with what it has by then.
+            repeat_in_turn(self.results(), self.display, self._store)
         self.closed = True
         self.display.stop()
         results = self.results()
@@ -253,7 +263,8 @@ class Session:
         for comparison, group in compared:
             for result, decision in zip(group, comparison.decisions):
                 result.decision = decision
-                save(result, Path(result.folder))
+                for folder in self._folders[result.key]:
+                    save(replace(result), folder)
                 if self._store is not None:
                     tracking.update_decision(self._store, result.mlflow_run_id, result)
         return compared
@@ -283,12 +294,6 @@ def _state_of(folder: Path) -> State | None:
         return State(**json.loads((folder / STATE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
-
-
-def _in_own_process(config: Config) -> bool:
-    if config.measure.isolate is Isolate.auto:
-        return config.device.type == "cuda" and config.mode is Mode.measure
-    return config.measure.isolate is Isolate.always
 
 
 def _now() -> str:

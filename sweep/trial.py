@@ -18,7 +18,9 @@ import torch
 
 from sweep.environment import environment
 from sweep.errors import BadInput, NotEquivalent, NothingOffloaded
-from sweep.measure import Progress, evidence_of, measure, no_progress
+from sweep.findings import Run
+from sweep.measure import Progress, Steps, measure, no_progress, repeat
+from sweep.measure_summary import evidence_of
 from sweep.memory.blocks import AllocatorOptions
 from sweep.memory.device import machine_has
 from sweep.outcomes import one_line, outcome_of
@@ -31,27 +33,52 @@ from sweep.what_if import what_if
 from sweep.workload import build_data, build_outline, find_blocks
 
 
-def run_trial(config: Config, name: str, *, progress: Progress = no_progress) -> TrialResult:
-    """Run one trial in this process. Raises BadInput only; any other failure is in the result."""
+def run_trial(config: Config, name: str, *, progress: Progress = no_progress, first_round: bool = False) -> TrialResult:
+    """Run one trial in this process. Raises BadInput only; any other failure is in the result.
+
+    first_round: make the first of its repeats only; the others are made by `run_repeat`, in turn with other trials'.
+    """
     started = time.perf_counter()
     result = describe(config, name)
     try:
-        _run(config, result, progress)
+        _run(config, result, progress, first_round)
     except BadInput:
         raise
     except Exception as error:
         result.outcome, result.error = outcome_of(error).value, one_line(error)
         result.reason = "nothing_offloaded" if isinstance(error, NothingOffloaded) else ""
         result.details = traceback.format_exc()
-    # Outside of the handler, whose traceback kept the trial's tensors alive.
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    _give_back_memory()
     result.wall_s = time.perf_counter() - started
     return result
 
 
-def _run(config: Config, result: TrialResult, progress: Progress) -> None:
+def run_repeat(config: Config, index: int, *, progress: Progress = no_progress) -> Run:
+    """Repeat the timed run of a trial that `run_trial` has been through, as round `index`. A failure is in Run.error.
+
+    config: the trial's own, as it was resolved.
+    """
+    m, device = config.measure, torch_device(config.device)
+    started_at = datetime.now(UTC).isoformat(timespec="seconds")
+    try:
+        if device.type == "cuda":
+            limit_memory(config, device)
+        run = repeat(config, device, None, index, Steps(config, m.warmup_steps + m.steps, progress))
+    except Exception as error:
+        seed = config.workload.seed + index % m.seeds
+        run = Run(index=index, seed=seed, started_at=started_at, error=one_line(error))
+    _give_back_memory()
+    return run
+
+
+def _give_back_memory() -> None:
+    """Outside of any handler: an exception's traceback keeps the trial's tensors alive."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _run(config: Config, result: TrialResult, progress: Progress, first_round: bool) -> None:
     data = build_data(config.workload)
     result.data_version, result.data = data.version, data.describe()
     outline = build_outline(config.workload)
@@ -76,7 +103,10 @@ def _run(config: Config, result: TrialResult, progress: Progress) -> None:
         if not result.verification.passed:
             raise NotEquivalent(result.verification.reason)
 
-    result.measurement = measure(config, device, data, capacity_mib=capacity, progress=progress)
+    result.measurement = measure(
+        config, device, data, capacity_mib=capacity, progress=progress, first_round=first_round
+    )
+    result.evidence = result.measurement.evidence
     result.outcome = Outcome.ok.value
     if result.prediction is not None:
         compare_prediction(result.prediction, result.measurement.peak_allocated_mib)
@@ -104,8 +134,9 @@ def limit_memory(config: Config, device: torch.device) -> float | None:
 
 def describe(config: Config, name: str) -> TrialResult:
     """The trial's result before anything has happened."""
-    predicting = config.mode is Mode.predict
-    evidence = Evidence.predicted if predicting else evidence_of(torch_device(config.device), config.measure)
+    m, on_cuda = config.measure, config.device.type == "cuda"
+    planned = evidence_of(on_cuda, m.warmup_steps, m.steps * m.repeats, m.repeats)
+    evidence = Evidence.predicted if config.mode is Mode.predict else planned
     return TrialResult(
         name=name,
         strategy=config.strategy.name,
@@ -133,9 +164,13 @@ def is_baseline(strategy: StrategyConf, global_batch_size: int) -> bool:
     )
 
 
+#: Fields of `measure` that change how the same is measured, and not what.
+HOW_TO_MEASURE = ("isolate", "timeout_s", "verify", "interleave", "drift")
+
+
 def fixed_id(config: Config) -> str:
     """Digest of what must be equal for two trials to be comparable."""
-    measure_conf = {k: v for k, v in plain(config.measure).items() if k not in ("isolate", "timeout_s", "verify")}
+    measure_conf = {k: v for k, v in plain(config.measure).items() if k not in HOW_TO_MEASURE}
     return digest([plain(config.workload), plain(config.device), measure_conf, config.mode.value])
 
 

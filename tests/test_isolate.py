@@ -14,7 +14,7 @@ from small_workloads import TOKENS, config
 
 import sweep.isolate as module
 from sweep.errors import BadInput
-from sweep.isolate import run_isolated
+from sweep.isolate import run_isolated, run_isolated_repeat
 from sweep.results import read_trial, to_dict
 from sweep.schema import Config
 from sweep.trial import run_trial
@@ -91,7 +91,7 @@ def test_a_trial_that_never_ends_is_killed(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(module, "STARTUP_S", 3.0)
     result = run_isolated(ending("sleep", timeout_s=1.0), "sleeping", tmp_path)
     assert result.outcome == "timeout"
-    assert result.error == "measure.timeout_s=1: the trial did not end in time and was killed"
+    assert result.error == "measure.timeout_s=1: it did not end in time and was killed"
     assert 4 <= result.wall_s < 30
     assert processes_of(tmp_path) == []
 
@@ -118,6 +118,38 @@ def test_bad_input_crosses_the_border_as_it_is(tmp_path: Path) -> None:
         assert getattr(there.value, name) == getattr(here.value, name)
     assert str(there.value) == str(here.value)
     assert str(here.value).startswith("workload.model.heads=5")
+
+
+def test_a_repeat_in_a_process_of_its_own_computes_what_the_trial_did(tmp_path: Path) -> None:
+    c = config("gpt", "hybrid", measure={"repeats": 2})
+    first = run_isolated(c, "own", tmp_path, first_round=True)
+    again = run_isolated_repeat(c, 1, tmp_path / "repeat_2")
+    assert first.measurement is not None
+    (run,) = first.measurement.runs
+    assert (run.fresh_process, again.fresh_process, again.error) == (True, True, "")
+    assert (again.index, again.seed, again.train_loss) == (1, run.seed, run.train_loss)
+    assert (len(again.step_times_ms), again.to_host_mib) == (2, run.to_host_mib)
+    assert to_dict(read_trial(tmp_path / "result.json")) == to_dict(first)  # a repeat leaves the trial's files alone
+
+
+@pytest.mark.parametrize(("how", "error"), [
+    ("kill", "the process was killed by SIGKILL (often the host's out-of-memory killer)"),
+    ("sleep", "measure.timeout_s=1: it did not end in time and was killed"),
+])  # fmt: skip
+def test_a_repeat_whose_process_dies_or_hangs_says_so(
+    how: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if how == "sleep":
+        monkeypatch.setattr(module, "STARTUP_S", 3.0)
+    run = run_isolated_repeat(ending(how, timeout_s=1.0), 2, tmp_path)
+    assert (run.index, run.error, run.step_times_ms) == (2, error, [])
+    assert processes_of(tmp_path) == []
+
+
+def test_bad_input_in_a_repeat_is_an_error_of_the_repeat(tmp_path: Path) -> None:
+    c = config("gpt", "offload")
+    c.workload.model |= {"heads": 5}
+    assert run_isolated_repeat(c, 1, tmp_path).error.startswith("BadInput: workload.model.heads=5")
 
 
 def test_a_process_that_hangs_after_its_result_loses_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,17 +13,21 @@ from small_workloads import config, data_of
 from torch import Tensor
 
 import sweep.measure as module
+import sweep.measure_run as run_module
 from sweep.clock import CpuClock
 from sweep.errors import DeviceOutOfMemory, NothingOffloaded
-from sweep.measure import evaluate, evidence_of, ledger_pass, measure, quartiles, steps_of
+from sweep.findings import Run
+from sweep.measure import ledger_pass, measure, repeat, steps_of
+from sweep.measure_run import evaluate, round_config, rounds_of
+from sweep.measure_summary import evidence_of, quartiles, summary
 from sweep.memory.ledger import Ledger
 from sweep.outcomes import NotFinite, TimedOut
 from sweep.results import Evidence, Measurement, Phase, from_dict, to_dict
-from sweep.schema import Config, MeasureConf
+from sweep.schema import Config
 from sweep.step import Phases
 from sweep.workload import build_workload
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 
 
 def run(c: Config, **more: Any) -> Measurement:
@@ -50,7 +54,7 @@ def test_a_measurement_adds_up() -> None:
     assert m.to_host_mib == m.from_host_mib > 0  # of one step
     assert m.peak.host_peak_mib > 0
     assert set(m.phases_ms) == {"data", "forward", "backward", "optimizer", "transfer"}
-    total = steps_of(c, CPU)
+    total = steps_of(c)
     assert [done for done, _, _ in seen] == list(range(1, total + 1))
     assert {of for _, of, _ in seen} == {total} == {2 + 12 + 2}
     assert from_dict(Measurement, to_dict(m)) == m
@@ -95,13 +99,96 @@ def test_quartiles(values: list[float], expected: tuple[float, float]) -> None:
     assert quartiles(values) == expected
 
 
-@pytest.mark.parametrize(("device", "warmup", "steps", "repeats", "expected"), [
-    (CPU, 9, 99, 9, Evidence.cpu), (CPU, 0, 1, 1, Evidence.cpu), (CUDA, 2, 5, 2, Evidence.measured),
-    (CUDA, 2, 5, 3, Evidence.measured), (CUDA, 1, 5, 3, Evidence.smoke), (CUDA, 2, 3, 3, Evidence.smoke),
-    (CUDA, 2, 100, 1, Evidence.smoke), (CUDA, 0, 1, 1, Evidence.smoke),
+@pytest.mark.parametrize(("on_cuda", "warmup", "steps", "repeats", "expected"), [
+    (False, 9, 891, 9, Evidence.cpu), (False, 0, 1, 1, Evidence.cpu), (True, 2, 10, 2, Evidence.measured),
+    (True, 2, 15, 3, Evidence.measured), (True, 1, 15, 3, Evidence.smoke), (True, 2, 9, 3, Evidence.smoke),
+    (True, 2, 100, 1, Evidence.smoke), (True, 0, 1, 1, Evidence.smoke),
 ])  # fmt: skip
-def test_evidence(device: torch.device, warmup: int, steps: int, repeats: int, expected: Evidence) -> None:
-    assert evidence_of(device, MeasureConf(warmup_steps=warmup, steps=steps, repeats=repeats)) is expected
+def test_evidence(on_cuda: bool, warmup: int, steps: int, repeats: int, expected: Evidence) -> None:
+    assert evidence_of(on_cuda, warmup, steps, repeats) is expected
+
+
+# -- repeats ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_round_is_one_run_of_the_steps_of_one_repeat() -> None:
+    c = config("gpt", "offload", measure={"warmup_steps": 2, "steps": 3, "repeats": 4})
+    seen: list[tuple[int, int, str]] = []
+    m = run(c, first_round=True, progress=lambda *report: seen.append(report))
+    (only,) = m.runs
+    assert (only.index, only.seed, only.at_end, only.fresh_process) == (0, 3, False, False)
+    assert len(only.step_times_ms) == 3
+    assert (m.steps, m.repeats) == (3, 1)
+    assert seen[-1][:2] == (2 + 3 + 2,) * 2
+    assert (m.train_loss, m.eval_loss) == (only.train_loss, only.eval_loss)
+    assert len(only.train_loss) == 5
+    assert only.started_at.endswith("+00:00")
+    assert only.conditions is not None
+
+
+def test_repeats_at_once_are_one_run_of_all_their_steps() -> None:
+    m = run(config("gpt", measure={"steps": 3, "repeats": 4}))
+    (only,) = m.runs
+    assert only.step_times_ms == m.step_times_ms
+    assert (len(only.step_times_ms), m.repeats) == (12, 4)
+
+
+def test_a_repeat_computes_the_same_and_measures_anew() -> None:
+    c = config("convnet", "checkpoint", measure={"steps": 3, "repeats": 3})
+    first = run(c, first_round=True).runs[0]
+    again = repeat(c, CPU, None, 2, lambda what: None)
+    assert (again.index, again.seed) == (2, first.seed)
+    assert again.train_loss == first.train_loss
+    assert again.step_times_ms != first.step_times_ms
+    assert again.eval_loss is None  # this seed was evaluated in the first round
+    assert first.eval_loss is not None
+
+
+def test_each_seed_has_its_own_weights_batches_and_held_out_loss() -> None:
+    c = config("vit", measure={"warmup_steps": 0, "steps": 2, "repeats": 2, "seeds": 3, "ledger": False})
+    c.workload.data["seed"] = c.workload.seed
+    assert rounds_of(c.measure) == 3
+    assert [round_config(c, i).workload.data["seed"] for i in range(5)] == [3, 4, 5, 3, 4]
+    m = run(c)  # at once: seeds make whole runs of it
+    assert [r.seed for r in m.runs] == [3, 4, 5]
+    assert len({r.eval_loss for r in m.runs}) == len({r.train_loss[0] for r in m.runs}) == 3
+    assert (m.eval_loss, m.train_loss) == (m.runs[0].eval_loss, m.runs[0].train_loss)
+    assert (m.steps, m.repeats, len(m.step_times_ms)) == (2, 3, 6)
+    later = repeat(c, CPU, data_of(c.workload), 4, lambda what: None)
+    assert later.seed == 4
+    assert later.train_loss == m.runs[1].train_loss
+    assert later.eval_loss is None
+    assert c.workload.seed == c.workload.data["seed"] == 3  # the config of the trial is not touched
+
+
+def test_data_without_a_seed_are_the_same_for_every_seed() -> None:
+    c = config("gpt", measure={"seeds": 2})
+    assert "seed" not in round_config(c, 1).workload.data
+    assert round_config(c, 1).workload.seed == 4
+
+
+def test_a_measurement_is_made_of_the_repeats_that_came_to_their_end() -> None:
+    c = config("gpt", measure={"warmup_steps": 2, "steps": 5, "repeats": 3})
+    runs = [
+        Run(0, 3, "2025-01-01T00:00:00+00:00", [10.0, 11, 12, 13, 14], {"forward": 4.0}, [2.0, 1.9], eval_loss=1.5),
+        Run(1, 3, "2025-01-01T00:01:00+00:00", [20.0, 21, 22, 23, 24], {"forward": 8.0}, [2.0, 1.9]),
+        Run(2, 3, "2025-01-01T00:02:00+00:00", error="DeviceOutOfMemory: tried to allocate"),
+    ]
+    for r, peak_mib in zip(runs, (100.0, 103.0, 500.0)):
+        r.peak_allocated_mib, r.peak_reserved_mib = peak_mib, peak_mib + 10
+    m = summary(c, runs, None)
+    assert (m.repeats, m.step_ms, m.phases_ms, m.eval_loss) == (2, 17.0, {"forward": 6.0}, 1.5)
+    assert len(m.runs) == 3  # what went wrong is kept
+    assert m.step_ms_ci_low is not None
+    assert m.step_ms_ci_high is not None
+    assert 8 <= m.step_ms_ci_low <= 11 < 17 < 23 <= m.step_ms_ci_high <= 30
+    assert m.evidence == "cpu"
+    c.device.type = "cuda"
+    on_cuda = summary(c, runs, None)
+    assert (on_cuda.peak_allocated_mib, on_cuda.peak_reserved_mib, on_cuda.evidence) == (103.0, 113.0, "measured")
+    assert summary(c, runs[::2], None).evidence == "smoke"  # one repeat is left of those that were asked for
+    with pytest.raises(ValueError, match="came to its end"):
+        summary(c, runs[2:], None)
 
 
 # -- the clock -------------------------------------------------------------------------------------------------------
@@ -263,6 +350,7 @@ def test_the_ledger_is_off_while_steps_are_timed(monkeypatch: pytest.MonkeyPatch
     seen: list[int] = []
     ledgers: list[Ledger] = []
     real, real_ledger = module.run_step, module.Ledger
+    assert run_module.run_step is real
 
     def remembered(*args: Any, **kwargs: Any) -> Ledger:
         ledgers.append(real_ledger(*args, **kwargs))
@@ -275,7 +363,8 @@ def test_the_ledger_is_off_while_steps_are_timed(monkeypatch: pytest.MonkeyPatch
         return result
 
     monkeypatch.setattr(module, "Ledger", remembered)
-    monkeypatch.setattr(module, "run_step", step)
+    for used in (module, run_module):
+        monkeypatch.setattr(used, "run_step", step)
     run(config("gpt", measure={"warmup_steps": 1, "steps": 2, "repeats": 1}))
     assert [events > 0 for events in seen] == [True, True, False, False, False]
     assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == []
@@ -293,7 +382,7 @@ def test_losses_are_read_after_the_timed_steps_only(monkeypatch: pytest.MonkeyPa
             reads.append("read")
             return self.loss.item()
 
-    real = module.run_step
+    real = run_module.run_step
 
     def step(*args: Any, **kwargs: Any) -> Any:
         reads.append("step")
@@ -301,6 +390,6 @@ def test_losses_are_read_after_the_timed_steps_only(monkeypatch: pytest.MonkeyPa
         result.loss = Loud(result.loss)
         return result
 
-    monkeypatch.setattr(module, "run_step", step)
+    monkeypatch.setattr(run_module, "run_step", step)
     run(config("gpt", measure={"warmup_steps": 1, "steps": 3, "repeats": 1, "ledger": False}))
     assert reads == ["step", "read", "step", "step", "step", "read", "read", "read"]

@@ -1,0 +1,70 @@
+"""From the repeats of a trial to its measurement: medians, spread, intervals, peaks, and what evidence they are."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+from sweep.certainty import good_runs, median_interval
+from sweep.findings import Run
+from sweep.results import Evidence, Measurement, Peak
+from sweep.schema import Config
+
+#: A GPU measurement that is shorter than this is `smoke`: it may be warm-up, clocks or luck.
+MIN_WARMUP_STEPS, MIN_TIMED_STEPS, MIN_REPEATS = 2, 10, 2
+
+
+def summary(config: Config, runs: list[Run], peak: Peak | None) -> Measurement:
+    """The measurement of a trial whose repeats are `runs`; those with an error are kept in it and do not count.
+
+    config: as it was resolved. peak: the ledger's, from one untimed pass. Raises ValueError without a run that counts.
+    """
+    m, on_cuda = config.measure, config.device.type == "cuda"
+    measurement = Measurement(
+        evidence="", steps=m.steps, repeats=0, step_ms=0.0, step_ms_low=0.0, step_ms_high=0.0, samples_per_s=0.0,
+        tokens_per_s=None, peak_allocated_mib=math.nan, peak_reserved_mib=None, peak=peak, runs=runs,
+    )  # fmt: skip
+    good = good_runs(measurement)
+    if not good:
+        raise ValueError("a measurement needs a run that came to its end")
+    first, times = good[0], [t for run in good for t in run.step_times_ms]
+    measurement.repeats = sum(len(run.step_times_ms) // m.steps for run in good)
+    measurement.evidence = evidence_of(on_cuda, m.warmup_steps, len(times), measurement.repeats).value
+    measurement.step_times_ms = times
+    measurement.step_ms = statistics.median(times)
+    measurement.step_ms_low, measurement.step_ms_high = quartiles(times)
+    interval = median_interval([run.step_times_ms for run in good])
+    measurement.step_ms_ci_low, measurement.step_ms_ci_high = interval if interval is not None else (None, None)
+    measurement.samples_per_s = config.workload.global_batch_size / measurement.step_ms * 1000
+    if config.workload.seq_len is not None:
+        measurement.tokens_per_s = measurement.samples_per_s * config.workload.seq_len
+    if on_cuda:
+        measurement.peak_allocated_mib = _highest([run.peak_allocated_mib for run in good], math.nan)
+        measurement.peak_reserved_mib = _highest([run.peak_reserved_mib for run in good], math.nan)
+    elif peak is not None:
+        measurement.peak_allocated_mib = peak.mib
+    names = sorted({name for run in good for name in run.phases_ms})
+    measurement.phases_ms = {n: statistics.median(run.phases_ms.get(n, 0.0) for run in good) for n in names}
+    measurement.train_loss = list(first.train_loss)
+    measurement.eval_loss_before, measurement.eval_loss = first.eval_loss_before, first.eval_loss
+    measurement.to_host_mib, measurement.from_host_mib = first.to_host_mib, first.from_host_mib
+    return measurement
+
+
+def evidence_of(on_cuda: bool, warmup_steps: int, timed_steps: int, repeats: int) -> Evidence:
+    """What a run is evidence for. timed_steps: over all repeats that were made."""
+    if not on_cuda:
+        return Evidence.cpu
+    enough = warmup_steps >= MIN_WARMUP_STEPS and timed_steps >= MIN_TIMED_STEPS and repeats >= MIN_REPEATS
+    return Evidence.measured if enough else Evidence.smoke
+
+
+def quartiles(values: list[float]) -> tuple[float, float]:
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
+def _highest(values: list[float | None], otherwise: float) -> float:
+    return max((v for v in values if v is not None), default=otherwise)
