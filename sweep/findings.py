@@ -35,6 +35,7 @@ class Run:
     started_at: str  # ISO 8601, UTC
     step_times_ms: list[float] = field(default_factory=list)
     phases_ms: dict[str, float] = field(default_factory=dict)  # median over the timed steps
+    outside_ms: float | None = None  # median time of a step outside of all phases
     train_loss: list[float] = field(default_factory=list)  # one value per optimizer step, warm-up included
     eval_loss_before: float | None = None
     eval_loss: float | None = None  # held-out loss after the last step; None: this seed was evaluated before
@@ -93,7 +94,7 @@ class Trace:
     step_ms: float  # mean, under the profiler
     ranges_ms: dict[str, float] = field(default_factory=dict)  # per step; own time of each named range (see RANGES)
     device_busy_ms: float | None = None  # per step, kernels on the device; CUDA only
-    copy_ms: float | None = None  # per step, copies between host and device; CUDA only
+    copy_ms: float | None = None  # per step, the strategy's copies between host and device; CUDA only
     copy_hidden_ms: float | None = None  # the part of them that ran beside kernels
     device_ms: dict[str, float] = field(default_factory=dict)  # per step, kernels by the range that launched them; CUDA
     operators: int = 0  # per step, as the host called them

@@ -45,6 +45,8 @@ def summary(config: Config, runs: list[Run], peak: Peak | None) -> Measurement:
         measurement.peak_allocated_mib = peak.mib
     names = sorted({name for run in good for name in run.phases_ms})
     measurement.phases_ms = {n: statistics.median(run.phases_ms.get(n, 0.0) for run in good) for n in names}
+    outside = [run.outside_ms for run in good if run.outside_ms is not None]
+    measurement.outside_ms = statistics.median(outside) if outside else None
     measurement.train_loss = list(first.train_loss)
     measurement.eval_loss_before, measurement.eval_loss = first.eval_loss_before, first.eval_loss
     measurement.to_host_mib, measurement.from_host_mib = first.to_host_mib, first.from_host_mib
