@@ -1,6 +1,7 @@
 """Reports from stored results: report.json, report.md and the plots of a sweep; no torch, no MLflow.
 
-python -m sweep.report <sweep folder>      # the same report again from the result.json files
+python -m sweep.report <sweep folder>                         # the same report again from the result.json files
+python -m sweep.report <sweep folder> --memory-mib 8000,12000   # the same results under other budgets
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ import json
 import re
 import sys
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sweep.errors import EXIT_BAD_INPUT, EXIT_OK, BadInput
+from sweep.report_best import shown_at_most
 from sweep.report_data import Report, Row, Section, budget_of, build
 from sweep.report_markdown import describe, markdown
+from sweep.report_sensitivity_command import answer
+from sweep.report_sensitivity_options import add_options, asked_in
 from sweep.report_terminal import print_report, report_console, single_line
 from sweep.results import TrialResult, read_trial, write_json
 from sweep.schema import BudgetConf
@@ -36,14 +41,21 @@ __all__ = [
 
 
 def write_report(
-    results: list[TrialResult], budget: BudgetConf, capacity_mib: float | None, folder: Path, *, command: str = ""
+    results: list[TrialResult],
+    budget: BudgetConf,
+    capacity_mib: float | None,
+    folder: Path,
+    *,
+    command: str = "",
+    most: int | None = None,
 ) -> Report:
     """Judge the trials and write report.json, report.md and the plots into `folder`.
 
-    capacity_mib: the device's memory, None where it is not known. command: what repeats the sweep. Raises ValueError
-    without any result. A plot that cannot be drawn is a warning: what was measured is worth more than its picture.
+    capacity_mib: the device's memory, None where it is not known. command: what repeats the sweep. most: trials shown
+    beside the baselines, None: all. Raises ValueError without any result. A plot that cannot be drawn is a warning:
+    what was measured is worth more than its picture.
     """
-    report = build(results, budget, capacity_mib, folder, command)
+    report = build(results, budget, capacity_mib, folder, command, most=most)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(report.data(), report.json_path)
     try:
@@ -83,19 +95,40 @@ def _natural(path: Path) -> tuple[tuple[int, str], ...]:
     return tuple((int(part or 0), text) for part, text in re.findall(r"(\d+)|(\D+)", str(path)))
 
 
+@dataclass
+class Stored:
+    """A sweep as it lies in its folder, and what its own report judged it by."""
+
+    results: list[TrialResult]
+    budget: BudgetConf
+    capacity_mib: float | None
+    command: str  # repeats the sweep
+    most: int | None  # trials shown beside the baselines; None: all
+
+    @classmethod
+    def read(cls, folder: Path) -> Stored:
+        """Raises BadInput where there is nothing to read."""
+        results = read_sweep(folder)
+        stored: dict[str, Any] = {}
+        path = folder / "report.json"
+        if path.is_file():
+            try:
+                stored = json.loads(path.read_text(encoding="utf-8"))
+            except ValueError:
+                stored = {}  # a report is made from results; a broken older one is no obstacle
+        return cls(
+            results=results,
+            budget=budget_of(stored.get("budget") or results[0].config.get("budget") or {}),
+            capacity_mib=stored["capacity_mib"] if "capacity_mib" in stored else _capacity_of(results),
+            command=stored.get("command") or "",
+            most=shown_at_most(folder, results),
+        )
+
+
 def render(folder: Path) -> Report:
     """The report of a sweep again, from its stored results and under the budget that it had."""
-    results = read_sweep(folder)
-    stored: dict[str, Any] = {}
-    path = folder / "report.json"
-    if path.is_file():
-        try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            stored = {}  # a report is made from results; a broken older one is no obstacle
-    budget = budget_of(stored.get("budget") or results[0].config.get("budget") or {})
-    capacity = stored["capacity_mib"] if "capacity_mib" in stored else _capacity_of(results)
-    return write_report(results, budget, capacity, folder, command=stored.get("command") or "")
+    s = Stored.read(folder)
+    return write_report(s.results, s.budget, s.capacity_mib, folder, command=s.command, most=s.most)
 
 
 def _capacity_of(results: list[TrialResult]) -> float | None:
@@ -113,16 +146,31 @@ def _capacity_of(results: list[TrialResult]) -> float | None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m sweep.report", description="Make a sweep's report again from its stored results."
+        prog="python -m sweep.report",
+        description="Make a sweep's report again from its stored results, or ask about other budgets.",
     )
     parser.add_argument("folder", type=Path, help="the sweep's output folder, such as multirun/<date>/<time>")
-    folder = parser.parse_args(arguments).folder
+    add_options(parser)
+    given = parser.parse_args(arguments)
     try:
-        report = render(folder)
+        asked = asked_in(given)
+        if asked:
+            s = Stored.read(given.folder)
+            answer(
+                s.results,
+                s.budget,
+                s.capacity_mib,
+                given.folder,
+                asked,
+                report_console(),
+                command=s.command,
+                most=s.most,
+            )
+        else:
+            print_report(render(given.folder))
     except BadInput as error:
         print(error, file=sys.stderr)
         return EXIT_BAD_INPUT
-    print_report(report)
     return EXIT_OK
 
 

@@ -37,6 +37,7 @@ def lead(section: Section) -> list[Block]:
     return [
         Text(says(section, c.why), f"Verdict: {verdict_line(section)}."),
         Text(sentence(c.next_action, first=False), "Next:"),
+        *(Text(note) for note in section.notes),
     ]
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from sweep.findings import RANGES, Change
 from sweep.report_blocks import DETAIL, USEFUL, Answer, Block, Commands, Grid, Picture, Points, Text
 from sweep.report_data import Section
+from sweep.report_notes import shown_path
 from sweep.report_rows import Row
-from sweep.report_words import says, sentence, shown_path
+from sweep.report_words import says, sentence
 from sweep.words import EVIDENCE_SHORT, NOT_KNOWN, ms, number, percent
 
 #: Sentences that a reader takes in, and trials whose words are not read one by one any more.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from sweep.results import TrialResult
+from sweep.results import Comparison, TrialResult
 
 #: Reasons of a trial that ran but is outside of the budget.
 LIMITS = frozenset(("over_memory", "below_throughput", "quality_lost", "not_equivalent"))
@@ -14,19 +14,20 @@ LIMITS = frozenset(("over_memory", "below_throughput", "quality_lost", "not_equi
 STATE = ".session.json"
 
 
-def best_of(results: list[TrialResult], most: int) -> list[TrialResult]:
-    """The baselines and the `most` best others: accepted before the rest, then fast, then small, in order of start.
+def best_of(results: list[TrialResult], comparison: Comparison, most: int) -> list[TrialResult]:
+    """The baselines and the `most` best others: preferred, then within the limits, then fast, then small.
 
-    Goes by each trial's `decision`.
+    results: those that `comparison` was made from. The order stays.
     """
 
-    def order(r: TrialResult) -> tuple[bool, bool, float, float]:
-        m = r.measurement
-        within = r.decision is not None and not set(r.decision.reasons) & LIMITS
-        return m is None, not within, -m.samples_per_s if m is not None else 0.0, r.peak_mib or 0.0
+    def order(i: int) -> tuple[bool, bool, bool, float, float]:
+        m = results[i].measurement
+        outside = bool(set(comparison.decisions[i].reasons) & LIMITS)
+        speed = m.samples_per_s if m is not None else 0.0
+        return i != comparison.preferred_index, m is None, outside, -speed, results[i].peak_mib or 0.0
 
-    best = {id(r) for r in sorted((r for r in results if not r.is_baseline), key=order)[:most]}
-    return [r for r in results if r.is_baseline or id(r) in best]
+    best = set(sorted((i for i, r in enumerate(results) if not r.is_baseline), key=order)[:most])
+    return [r for i, r in enumerate(results) if r.is_baseline or i in best]
 
 
 def shown_at_most(folder: Path, results: list[TrialResult]) -> int | None:

@@ -10,6 +10,8 @@ from typing import Any
 from sweep.attribution import explain_comparison, explain_pair
 from sweep.decide import by_comparison, conclude
 from sweep.findings import Explanation
+from sweep.report_best import best_of
+from sweep.report_notes import best_note, budget_note
 from sweep.report_rows import Row
 from sweep.results import Comparison, TrialResult, to_dict
 from sweep.schema import BudgetConf, MinEvidence, plain
@@ -27,6 +29,7 @@ class Section:
     results: list[TrialResult]
     why: list[str] = field(default_factory=list)  # what the trials have in common and where they differ, in sentences
     survival: list[str] = field(default_factory=list)  # whether the choice would survive other budgets
+    notes: list[str] = field(default_factory=list)  # what is left out, and what is not as it seems; whole sentences
 
     @property
     def baseline(self) -> Row | None:
@@ -71,6 +74,7 @@ class Section:
             "candidates": [_row_data(r) for r in self.candidates],
             "explanation": list(self.why),
             "survival": list(self.survival),
+            "notes": list(self.notes),
             "drift": to_dict(c.drift),
             "fixed_id": c.fixed_id,
             "data_version": first.data_version,
@@ -94,6 +98,7 @@ class Report:
     command: str = ""  # repeats the sweep
     tracking: dict[str, Any] = field(default_factory=dict)  # the tracking group of the config
     plots: list[Path] = field(default_factory=list)
+    options: str = ""  # of `python -m sweep.report`, where another budget than the sweep's is judged by
 
     @property
     def json_path(self) -> Path:
@@ -125,19 +130,34 @@ class Report:
 
 
 def build(
-    results: list[TrialResult], budget: BudgetConf, capacity_mib: float | None, folder: Path, command: str = ""
+    results: list[TrialResult],
+    budget: BudgetConf,
+    capacity_mib: float | None,
+    folder: Path,
+    command: str = "",
+    *,
+    most: int | None = None,
 ) -> Report:
-    """Judge all trials and arrange them. Raises ValueError without any result."""
+    """Judge all trials and arrange them. Raises ValueError without any result.
+
+    most: trials shown beside the baselines (see `best_of`); None: all.
+    """
     if not results:
         raise ValueError("a report needs at least one trial")
     sections = []
     for trials in by_comparison(results):
-        group = sorted(trials, key=lambda r: not r.is_baseline)  # stable: the others stay in order
-        comparison = conclude(group, budget, capacity_mib)
+        whole = sorted(trials, key=lambda r: not r.is_baseline)  # stable: the others stay in order
+        comparison = conclude(whole, budget, capacity_mib)
+        group = whole
+        if most is not None:
+            group = best_of(whole, comparison, most)
+            comparison = comparison if len(group) == len(whole) else conclude(group, budget, capacity_mib)
         why = _explanations(group, comparison)
         rows = [Row.of(r, d, e) for r, d, e in zip(group, comparison.decisions, why)]
         section = Section(comparison, rows, group, explain_comparison(group, comparison.preferred_index))
-        section.survival = survival_words(group, budget, capacity_mib)
+        section.survival = survival_words(whole, budget, capacity_mib)
+        notes = (best_note(len(group), len(whole)), budget_note(whole, budget, folder))
+        section.notes = [note for note in notes if note]
         sections.append(section)
     tracking = results[0].config.get("tracking") or {}
     return Report(sections, folder, budget, capacity_mib, command, tracking)

@@ -95,6 +95,8 @@ def _print_section(section: Section, out: _Printer) -> None:
     out.heading(f"{section.title}: {count(len(section.rows), what)}")
     out.line(evidence_line(section))
     out.line(f"Against {c.against}." + (f" Cap: {mib(c.cap_mib)} ({c.cap_source})." if c.cap_mib is not None else ""))
+    for note in section.notes:
+        out.line(note)
     out.line()
     out.table(trials_table(section, out.width, out.plain))
     for line in (["*: preferred."] if section.preferred is not None else []) + reading_lines(section):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
 
 from sweep.next_step import LASTING
 from sweep.report_data import Report, Section
+from sweep.report_notes import shown_path
 from sweep.report_rows import Row
 from sweep.report_times import noisy_words
 from sweep.results import Category, Evidence, Holder
@@ -238,7 +238,8 @@ def where_to_look(report: Report) -> list[tuple[str, str]]:
     folder = shown_path(report.folder)
     files = [report.html_path, report.markdown_path, report.json_path, *report.plots]
     names = [path.name for path in files]
-    lines = [("files", f"{folder}/: {', '.join(names)}")]
+    label = "the report under the sweep's own budget" if report.options else "files"
+    lines = [(label, f"{folder}/: {', '.join(names)}")]
     mlflow = mlflow_line(report)
     if mlflow:
         lines.append(("mlflow", mlflow))
@@ -248,7 +249,7 @@ def where_to_look(report: Report) -> list[tuple[str, str]]:
             lines.append((f"{row.name} again", row.command))
     if report.command:
         lines.append(("the sweep again", report.command))
-    lines.append(("this report again", f"python -m sweep.report {shlex.quote(folder)}"))
+    lines.append(("this report again", f"python -m sweep.report {shlex.quote(folder)} {report.options}".rstrip()))
     return lines
 
 
@@ -261,11 +262,3 @@ def mlflow_line(report: Report) -> str:
     if shown.startswith(("http://", "https://")):
         return f"open {shown}"
     return f"mlflow ui --backend-store-uri {shlex.quote(shown or 'sqlite:///mlruns/mlflow.db')}"
-
-
-def shown_path(path: Path) -> str:
-    """Relative to the working directory where it lies below it."""
-    try:
-        return str(path.resolve().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)

@@ -27,7 +27,7 @@ from sweep.memory.device import resolve_device
 from sweep.progress import Display
 from sweep.report import Report, print_report, report_console, single_line, write_report
 from sweep.report import describe as describe_report
-from sweep.report_best import STATE, best_of
+from sweep.report_best import STATE
 from sweep.results import Comparison, Evidence, Outcome, Prediction, TrialResult, read_trial, write_json
 from sweep.rounds import in_own_process, repeat_in_turn
 from sweep.schema import BudgetConf, Config, StrategyConf, TrackingConf, typed
@@ -247,11 +247,15 @@ class Session:
         """Everything that is made of the results together. Returns the files, and the report in markdown."""
         config = typed(results[0].config)
         self._judge(results, config.budget)
-        shown = best_of(results, config.search.report_best) if self.state.study else results
-        report = write_report(shown, config.budget, results[0].capacity_mib, self.folder, command=self.state.command)
+        report = write_report(
+            results,
+            config.budget,
+            results[0].capacity_mib,
+            self.folder,
+            command=self.state.command,
+            most=config.search.report_best if self.state.study else None,
+        )
         print_report(report, self.display.console)
-        if len(shown) < len(results):
-            self.display.console.print(f"Shown: the best {len(shown)} of {len(results)} trials.", highlight=False)
         if not report.feasible:
             Session.exit_code = EXIT_NOTHING_FEASIBLE
         files = [report.json_path, report.markdown_path, *report.plots, *self._search_files(config, report)]
