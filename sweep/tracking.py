@@ -21,12 +21,14 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from sweep.results import Outcome, TrialResult, write_json
 from sweep.tracking_facts import git_state
+from sweep.tracking_knobs import color_of, knobs_of
 from sweep.tracking_runs import (
     Status,
     abandoned,
@@ -56,6 +58,7 @@ from sweep.tracking_values import (
     plan_tags_of,
     result_tags_of,
 )
+from sweep.tracking_views import page_of, save_views
 
 __all__ = [
     "Status",
@@ -68,10 +71,13 @@ __all__ = [
     "reconcile",
     "start_trial",
     "store_location",
+    "sweep_page",
     "update_decision",
 ]
 
 NOTE = "mlflow.note.content"
+#: A tag of a sweep and of its trials: what the sweep is called, unlike its run's name never twice.
+SWEEP = "sweep"
 
 
 def open_sweep(
@@ -87,23 +93,41 @@ def open_sweep(
 
     params: flattened and logged as a trial's config is. resume: the id of an earlier run of the same sweep, which is
     gone on with where it still exists. Raises BadInput("tracking.uri") where the store refuses: nothing has run yet.
+    MLflow's page gets a view of the sweep (see sweep.tracking_views).
     """
+    label = f"{name}, {datetime.now():%Y-%m-%d %H:%M:%S}"
     all_tags = {**process_tags(store), **(tags or {}), "kind": "sweep"}
     if description:
         all_tags[NOTE] = cut_markdown(description)
     with as_bad_input(store):
         run_id = _resumed(store, resume) if resume else None
         if run_id is None:
+            all_tags[SWEEP] = label
             run = client(store.uri).create_run(experiment_id(store), tags=cut_tags(all_tags), run_name=name)
             run_id = run.info.run_id
             write(store, run_id, params=params_of(params or {}))
         else:
             write(store, run_id, tags={**all_tags, "error": ""})
+            label = _label_of(store, run_id) or label
+        _labels[store.uri, run_id] = label
         opened(store, run_id)
         with tempfile.TemporaryDirectory() as folder:
             save_environment(Path(folder), {})
             client(store.uri).log_artifacts(run_id, folder)
+    with best_effort("the views of MLflow's page"):
+        save_views(store, run_id, label, all_tags.get("mode", ""))
     return run_id
+
+
+def sweep_page(store: Store, run_id: str | None) -> str:
+    """Where MLflow's page shows a sweep: an address on a server; for a file what follows the address of `mlflow ui`.
+
+    Empty where the store does not say.
+    """
+    if run_id is not None:
+        with best_effort(f"the page of sweep {run_id}"):
+            return page_of(store, run_id)
+    return ""
 
 
 def close_sweep(
@@ -149,10 +173,10 @@ class TrialRun:
         self._outcome: str | None = None
         self._system_metrics = system_metrics
         self._sampler: SystemSampler | None = None
-        tags = {**process_tags(store), **plan_tags_of(planned), "kind": "trial"}
-        if parent_run_id is not None:
-            tags["mlflow.parentRunId"] = parent_run_id
+        tags = {**process_tags(store), **plan_tags_of(planned), "kind": "trial", "mlflow.runColor": color_of(planned)}
         with best_effort(f"trial {planned.name}"):
+            if parent_run_id is not None:
+                tags |= {"mlflow.parentRunId": parent_run_id, SWEEP: _label_of(store, parent_run_id)}
             run = client(store.uri).create_run(experiment_id(store), tags=cut_tags(tags), run_name=planned.name)
             self.run_id = run.info.run_id
             opened(store, run.info.run_id)
@@ -207,7 +231,8 @@ class TrialRun:
 
     def _log_params(self, config: dict[str, Any]) -> None:
         """Log parameters that are not there yet: MLflow refuses to change one, and with it the whole batch."""
-        new = {name: value for name, value in params_of(config).items() if name not in self._params}
+        wanted = params_of(config) | knobs_of(config)
+        new = {name: value for name, value in wanted.items() if name not in self._params}
         if new and self.run_id is not None:
             write(self._store, self.run_id, params=new)
             self._params |= new
@@ -282,3 +307,19 @@ def _resumed(store: Store, run_id: str) -> str | None:
     except MlflowException:
         return None
     return run_id
+
+
+_labels: dict[tuple[str, str], str] = {}
+
+
+def _label_of(store: Store, run_id: str) -> str:
+    """What a sweep is called; asked once per process, and empty where the store does not say."""
+    from mlflow.exceptions import MlflowException
+
+    key = (store.uri, run_id)
+    if key not in _labels:
+        try:
+            _labels[key] = str(client(store.uri).get_run(run_id).data.tags.get(SWEEP, ""))
+        except MlflowException:
+            _labels[key] = ""
+    return _labels[key]

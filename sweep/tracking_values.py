@@ -8,19 +8,35 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Iterator
 from typing import Any
 
-from sweep.results import Decision, Measurement, Outcome, Prediction, TrialResult, Verification, to_dict
+from sweep.results import Outcome, TrialResult, to_dict
 from sweep.schema import plain
+from sweep.tracking_metrics import MetricValue, decision_metrics_of, metrics_of
+
+__all__ = [
+    "MetricValue",
+    "cut",
+    "cut_markdown",
+    "cut_tags",
+    "dataset_of",
+    "decision_metrics_of",
+    "decision_tags_of",
+    "description_of",
+    "end_status",
+    "metrics_of",
+    "one_line",
+    "param_name",
+    "params_of",
+    "plan_tags_of",
+    "result_tags_of",
+    "without_password",
+]
 
 NAME_LIMIT, PARAM_LIMIT, TAG_LIMIT = 250, 6000, 8000
 DATASET_NAME_LIMIT, DATASET_DIGEST_LIMIT = 500, 36
-
-#: (name, value, step)
-MetricValue = tuple[str, float, int]
 
 #: Outcomes that are a finding about the strategy and not something that went wrong.
 FINISHED_OUTCOMES = frozenset({Outcome.ok.value, Outcome.over_budget.value})
@@ -80,29 +96,6 @@ def cut_markdown(text: str, limit: int = TAG_LIMIT) -> str:
     return kept[: kept.rfind("\n")].rstrip() + note if "\n" in kept else kept + note
 
 
-def metrics_of(result: TrialResult) -> list[MetricValue]:
-    """All finite numbers of a result under grouped names, single values at step 0, curves at their steps."""
-    found: list[tuple[str, float | None, int]] = [("trial/wall_s", result.wall_s, 0)]
-    found += [("trial/parameters", result.parameters, 0), ("trial/blocks", result.blocks, 0)]
-    if result.measurement is not None:
-        found += _measured(result.measurement)
-    if result.verification is not None:
-        found += _verified(result.verification)
-    if result.prediction is not None:
-        found += _predicted(result.prediction)
-    if result.decision is not None:
-        found += _decided(result.decision)
-    return [(name, float(value), step) for name, value, step in found if value is not None and math.isfinite(value)]
-
-
-def decision_metrics_of(result: TrialResult) -> list[MetricValue]:
-    """What is known only once all candidates of the comparison have been judged."""
-    found = _decided(result.decision) if result.decision is not None else []
-    if result.prediction is not None:
-        found.append(("predicted/error_ratio", result.prediction.error_ratio, 0))
-    return [(name, float(value), step) for name, value, step in found if value is not None and math.isfinite(value)]
-
-
 def plan_tags_of(result: TrialResult) -> dict[str, str]:
     """What is known of a trial before it starts."""
     return _filled(
@@ -143,6 +136,9 @@ def decision_tags_of(result: TrialResult) -> dict[str, str]:
     if decision is None:
         return {}
     tags = {"verdict": decision.verdict, "next_action": decision.next_action, "against": decision.against}
+    if decision.quality is not None:
+        tags["quality"] = decision.quality.verdict
+    tags["disturbed"] = "; ".join(decision.disturbed)
     return _filled(tags) | {"reasons": ", ".join(decision.reasons)}
 
 
@@ -153,7 +149,9 @@ def description_of(result: TrialResult) -> str:
         lines.append(f"Error: {result.error}")
     if result.decision is not None:
         reasons = f" ({', '.join(result.decision.reasons)})" if result.decision.reasons else ""
-        lines.append(f"Verdict: **{result.decision.verdict}**{reasons}. {result.decision.next_action}".rstrip())
+        lines.append(f"Verdict: **{result.decision.verdict}**{reasons}. {result.decision.why}".rstrip())
+        lines += [f"Next: {result.decision.next_action}"] if result.decision.next_action else []
+        lines += [f"Disturbed: {'; '.join(result.decision.disturbed)}"] if result.decision.disturbed else []
     if result.command:
         lines.append(f"Repeat with `{result.command}`")
     return cut_markdown("\n\n".join(lines))
@@ -177,100 +175,6 @@ def dataset_of(result: TrialResult) -> dict[str, str] | None:
         "source": json.dumps(source),
         "profile": json.dumps(described, default=str),
     }
-
-
-def _measured(m: Measurement) -> Iterator[tuple[str, float | None, int]]:
-    yield from _single(
-        {
-            "memory/peak_allocated_mib": m.peak_allocated_mib,
-            "memory/peak_reserved_mib": m.peak_reserved_mib,
-            "time/step_ms": m.step_ms,
-            "time/step_ms_low": m.step_ms_low,
-            "time/step_ms_high": m.step_ms_high,
-            "throughput/samples_per_s": m.samples_per_s,
-            "throughput/tokens_per_s": m.tokens_per_s,
-            "quality/eval_loss": m.eval_loss,
-            "quality/eval_loss_before": m.eval_loss_before,
-            "transfer/to_host_mib": m.to_host_mib,
-            "transfer/from_host_mib": m.from_host_mib,
-            "trial/timed_steps": m.steps,
-            "trial/repeats": m.repeats,
-        }
-    )
-    yield from _single({f"time/{_word(phase)}_ms": value for phase, value in m.phases_ms.items()})
-    if m.peak is not None:
-        yield from _single({"memory/host_peak_mib": m.peak.host_peak_mib})
-        yield from _single({f"memory/at_peak/{_word(c)}_mib": value for c, value in m.peak.at_peak_mib.items()})
-        yield from _single({f"memory/phase_peak/{_word(p)}_mib": value for p, value in m.peak.phase_peaks_mib.items()})
-    yield from (("quality/train_loss", value, step) for step, value in enumerate(m.train_loss))
-    yield from (("time/each_step_ms", value, step) for step, value in enumerate(m.step_times_ms))
-
-
-def _verified(v: Verification) -> Iterator[tuple[str, float | None, int]]:
-    yield from _single(
-        {
-            "verify/passed": v.passed,
-            "verify/tolerance": v.tolerance,
-            "verify/max_rel_err": v.max_rel_err,
-            "verify/loss_rel_err": v.loss_rel_err,
-            "verify/output_rel_err": v.output_rel_err,
-            "verify/grad_rel_err": v.grad_rel_err,
-            "verify/block_input_grad_rel_err": v.block_input_grad_rel_err,
-            "verify/buffer_rel_err": v.buffer_rel_err,
-            "verify/rng_equal": v.rng_equal,
-            "verify/bit_equal": v.bit_equal,
-            "verify/updates": v.updates,
-            "verify/updates_expected": v.updates_expected,
-        }
-    )
-
-
-def _predicted(p: Prediction) -> Iterator[tuple[str, float | None, int]]:
-    yield from _single(
-        {
-            "predicted/allocated_mib": p.allocated_mib,
-            "predicted/reserved_mib": p.reserved_mib,
-            "predicted/fits": p.fits,
-            "predicted/headroom_mib": p.headroom_mib,
-            "predicted/capacity_mib": p.capacity_mib,
-            "predicted/context_mib": p.context_mib,
-            "predicted/fragmentation_mib": p.fragmentation_mib,
-            "predicted/to_host_mib": p.to_host_mib,
-            "predicted/from_host_mib": p.from_host_mib,
-            "predicted/transfer_one_way_ms": p.transfer_one_way_ms,
-            "predicted/transfer_round_trip_ms": p.transfer_round_trip_ms,
-            "predicted/recompute_flops_ratio": p.recompute_flops_ratio,
-            "predicted/flops_per_step": p.flops_per_step,
-            "predicted/seconds": p.seconds,
-            "predicted/error_ratio": p.error_ratio,
-        }
-    )
-    at_peak = p.at_peak_mib or (p.peak.at_peak_mib if p.peak is not None else {})
-    yield from _single({f"predicted/at_peak/{_word(c)}_mib": value for c, value in at_peak.items()})
-    if p.peak is not None:
-        yield from _single({f"predicted/phase_peak/{_word(k)}_mib": v for k, v in p.peak.phase_peaks_mib.items()})
-
-
-def _decided(d: Decision) -> list[tuple[str, float | None, int]]:
-    return list(
-        _single(
-            {
-                "memory/peak_mib": d.peak_mib,
-                "memory/saved_mib": d.saved_mib,
-                "throughput/ratio": d.throughput_ratio,
-                "quality/eval_loss_ratio": d.eval_loss_ratio,
-            }
-        )
-    )
-
-
-def _single(values: dict[str, Any]) -> Iterator[tuple[str, float | None, int]]:
-    yield from ((name, value, 0) for name, value in values.items())
-
-
-def _word(name: object) -> str:
-    """A part of a metric's name. Enum members stand for their value."""
-    return re.sub(r"[^\w\-]", "_", str(getattr(name, "value", name)))
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
