@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from sweep.attribution_words import change, listed, residual_share, small
-from sweep.checks import overlapping
+from sweep.certainty import difference, drift_of
 from sweep.findings import Change, Part, Trace
 from sweep.knobs import Knobs
 from sweep.results import Evidence, Measurement, Phase, TrialResult
@@ -124,7 +124,7 @@ def inside_noise(baseline: TrialResult, candidate: TrialResult) -> bool:
     if found is not None:
         return found.none
     old, new = baseline.measurement, candidate.measurement
-    return old is not None and new is not None and overlapping(old, new)
+    return old is not None and new is not None and difference(new, old, drift_of(old)).none
 
 
 def time_words(baseline: TrialResult, candidate: TrialResult, found: Change) -> list[str]:

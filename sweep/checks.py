@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sweep.certainty import difference, disturbances, drift_of, repeats_words
+from sweep.findings import Difference, Drift
 from sweep.reasons import REASONS
 from sweep.results import Evidence, Measurement, Outcome, TrialResult
 from sweep.schema import BudgetConf, MinEvidence
@@ -14,11 +16,6 @@ from sweep.words import EVIDENCE_SHORT, count, error, known, loss, mib, number, 
 
 #: Evidence, weakest first.
 STRENGTH = {e.value: i for i, e in enumerate(Evidence)}
-
-
-def overlapping(a: Measurement, b: Measurement) -> bool:
-    """Whether the step times of two trials cannot be told apart: the middle halves of their timed steps overlap."""
-    return max(a.step_ms_low, b.step_ms_low) <= min(a.step_ms_high, b.step_ms_high)
 
 
 @dataclass
@@ -42,6 +39,8 @@ class Facts:
     eval_loss_ratio: float | None = None
     own: Measurement | None = None
     base: Measurement | None = None
+    step: Difference | None = None  # step time over the baseline's
+    drift: Drift | None = None
     has_reference: bool = False  # there is a baseline that ended well
 
     @classmethod
@@ -57,6 +56,8 @@ class Facts:
             facts.saved_mib = base_peak - facts.peak_mib
         facts.base = base = baseline.measurement
         if facts.own is not None and base is not None:
+            facts.drift = drift_of(base)
+            facts.step = difference(facts.own, base, facts.drift)
             if base.samples_per_s > 0:
                 facts.throughput_ratio = facts.own.samples_per_s / base.samples_per_s
             own_loss, base_loss = known(facts.own.eval_loss), known(base.eval_loss)
@@ -65,15 +66,20 @@ class Facts:
         return facts
 
     def inside_noise(self, budget: BudgetConf) -> bool:
-        """Whether the throughput floors are missed by less than the spread of the step times."""
-        if self.own is None or self.own.step_ms_low <= 0:
+        """Whether the throughput floors are missed by less than what the step times are sure to."""
+        own, step = self.own, self.step
+        if own is None:
             return False
-        best = self.own.samples_per_s * self.own.step_ms / self.own.step_ms_low
-        if budget.min_samples_per_s is not None and best < budget.min_samples_per_s:
+        shortest = known(own.step_ms_ci_low) or own.step_ms_low
+        if shortest <= 0:
             return False
-        if budget.min_throughput_ratio is not None and self.base is not None and self.base.step_ms > 0:
-            base = self.base.samples_per_s * self.base.step_ms / max(self.base.step_ms_high, self.base.step_ms)
-            return best >= budget.min_throughput_ratio * base
+        least, least_ratio = budget.min_samples_per_s, budget.min_throughput_ratio
+        if least is not None and own.samples_per_s * own.step_ms / shortest < least:
+            return False
+        if least_ratio is not None and step is not None and step.low > 0:
+            drifted = self.drift is not None and not self.drift.difference.none
+            drift = abs(self.drift.difference.ratio - 1) if self.drift is not None and drifted else 0.0
+            return max(1 / step.low, (1 + drift) / step.ratio) >= least_ratio
         return True
 
 
@@ -165,8 +171,7 @@ def check_saving(candidate: TrialResult, facts: Facts, budget: BudgetConf, found
     if least is not None and saved < least:
         found.add("saving_too_small", f"{saved_words(saved)}, less than the {mib(least)} that count")
     # By default any saving counts, but a strategy that saves nothing must at least be faster.
-    own, base = facts.own, facts.base
-    faster = own is not None and base is not None and own.step_ms < base.step_ms and not overlapping(own, base)
+    faster = facts.step is not None and facts.step.ratio < 1 and not facts.step.none
     if least is None and saved <= 0 and not faster:
         found.add("saving_too_small", f"{saved_words(saved)} and is not faster")
 
@@ -189,3 +194,16 @@ def check_evidence(candidate: TrialResult, budget: BudgetConf, found: Found) -> 
     elif STRENGTH.get(candidate.evidence, 0) < STRENGTH[least]:
         words = EVIDENCE_SHORT.get(candidate.evidence, candidate.evidence)
         found.add("evidence_too_weak", f"{words} only, and the evidence asked for is {least}")
+
+
+def check_repeats(candidate: TrialResult, facts: Facts, found: Found) -> None:
+    """What the single repeats say of the whole: one that went wrong counts against it, a disturbed one is marked."""
+    if candidate.measurement is None:
+        return
+    wrong = repeats_words(candidate.measurement)
+    if wrong:
+        found.add("repeat_failed", f"{REASONS['repeat_failed'].meaning}: {wrong}")
+    disturbed = disturbances(candidate.measurement, facts.base)
+    if disturbed:
+        more = f" and {count(len(disturbed) - 1, 'more finding')}" if len(disturbed) > 1 else ""
+        found.add("disturbed", f"its times may not be its own: {disturbed[0]}{more}", blocks=False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sweep.checks import overlapping
+from sweep.certainty import drift_words
+from sweep.findings import Difference
 from sweep.knobs import strategy_of, with_overrides
 from sweep.reasons import ONLY_EVIDENCE, REASONS
 from sweep.results import Comparison, Decision, Evidence, TrialResult, Verdict
@@ -27,6 +28,21 @@ def explain_conclusion(comparison: Comparison, results: list[TrialResult], cheap
             baseline = comparison.decisions[comparison.baseline_index]
             if baseline.verdict != Verdict.accept.value:
                 baseline.next_action = f"use {results[index].name} instead"
+    certainty = [drift_words(comparison.drift), _disturbed_words(comparison, results)]
+    comparison.why = "; ".join(w for w in (comparison.why, *certainty) if w)
+
+
+def noise_words(step: Difference | None) -> str:
+    """Behind a ratio of times: whether it is one."""
+    return " (no difference in time beyond the noise)" if step is not None and step.none else ""
+
+
+def _disturbed_words(comparison: Comparison, results: list[TrialResult]) -> str:
+    disturbed = [r.name for r, d in zip(results, comparison.decisions) if d.disturbed]
+    if not disturbed:
+        return ""
+    whose = "all trials" if len(disturbed) == len(results) > 1 else ", ".join(disturbed)
+    return f"the times of {whose} were disturbed, so measure again on a quiet machine before relying on them"
 
 
 def _name_what_was_run(
@@ -55,7 +71,7 @@ def _keep_the_baseline(comparison: Comparison, results: list[TrialResult], index
     rank = f"; it {_rank_words(comparison, results, index)}" if timed else ""
     comparison.why = f"nothing needs to change under this budget: {fit}{rank} ({_where(comparison)})"
     if cheapest is not None:
-        saving = _saving(results[cheapest], comparison.decisions[cheapest], results[index])
+        saving = _saving(results[cheapest], comparison.decisions[cheapest])
         comparison.next_action = f"keep the baseline; if memory gets short, {saving}"
     elif rivals:
         comparison.next_action = "keep the baseline; none of the trials saves memory"
@@ -63,13 +79,12 @@ def _keep_the_baseline(comparison: Comparison, results: list[TrialResult], index
         comparison.next_action = "keep the baseline; -m 'strategy=glob(*)' shows what each strategy would save"
 
 
-def _saving(result: TrialResult, decision: Decision, baseline: TrialResult) -> str:
+def _saving(result: TrialResult, decision: Decision) -> str:
     """`micro_batch saves most per time lost: 120 MiB (38 %) at 0.80x the throughput`."""
     saved = f"{mib(decision.saved_mib)}{_share(decision)}"
     if decision.throughput_ratio is None:
         return f"{result.name} changes least and is predicted to save {saved}; what it costs in time is not known"
-    own, base = result.measurement, baseline.measurement
-    if own is not None and base is not None and (own.step_ms <= base.step_ms or overlapping(own, base)):
+    if decision.step is not None and (decision.step.ratio <= 1 or decision.step.none):
         return f"{result.name} saves {saved} without a loss of time beyond the noise"
     return f"{result.name} saves most per time lost: {saved} at {ratio(decision.throughput_ratio)} the throughput"
 
@@ -90,7 +105,7 @@ def _take(comparison: Comparison, results: list[TrialResult], index: int) -> Non
     if decision.saved_mib is not None and decision.saved_mib > 0:
         numbers.append(f"saves {mib(decision.saved_mib)}{_share(decision)}")
     if decision.throughput_ratio is not None:
-        numbers.append(f"{ratio(decision.throughput_ratio)} the baseline's throughput")
+        numbers.append(f"{ratio(decision.throughput_ratio)} the baseline's throughput{noise_words(decision.step)}")
     words.append(", ".join(numbers))
     if "not_verified" in decision.reasons:
         words.append("it was not verified as equal to the baseline")

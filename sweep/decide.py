@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+from sweep.certainty import difference, disturbances, drift_of
 from sweep.checks import (
     STRENGTH,
     Facts,
@@ -15,14 +16,15 @@ from sweep.checks import (
     check_evidence,
     check_memory,
     check_quality,
+    check_repeats,
     check_saving,
     check_throughput,
     deciding_peak_mib,
-    overlapping,
     saved_words,
 )
-from sweep.conclusion import explain_conclusion
+from sweep.conclusion import explain_conclusion, noise_words
 from sweep.knobs import Knobs, change_rank
+from sweep.quality import quality_of
 from sweep.reasons import NEVER, ONLY_EVIDENCE, REASONS, Case, next_step, outcome_reason
 from sweep.results import Comparison, Decision, Evidence, Outcome, TrialResult, Verdict
 from sweep.schema import BudgetConf
@@ -48,7 +50,11 @@ def decide(
         throughput_ratio=facts.throughput_ratio,
         eval_loss_ratio=facts.eval_loss_ratio,
         cap_mib=cap,
+        step=facts.step,
     )
+    if facts.own is not None:
+        decision.disturbed = disturbances(facts.own, facts.base)
+        decision.quality = quality_of(facts.own, facts.base) if facts.base is not None else None
     found = Found()
     if candidate.outcome != Outcome.ok.value:
         found.add(outcome_reason(candidate), _outcome_words(candidate))
@@ -59,11 +65,15 @@ def decide(
         check_quality(candidate, facts, budget, found)
         check_saving(candidate, facts, budget, found)
         check_evidence(candidate, budget, found)
+        check_repeats(candidate, facts, found)
     decision.reasons = [code for code in REASONS if code in found.words]
+    case = Case(candidate, cap, facts.inside_noise(budget))
     if not found.blocking:
         decision.why = _accepted_words(candidate, facts, cap, found)
+        if decision.disturbed:
+            decision.next_action = str(REASONS["disturbed"].next_step(case))
         return decision
-    step, own = next_step(found.blocking, Case(candidate, cap, facts.inside_noise(budget)))
+    step, own = next_step(found.blocking, case)
     decision.verdict = (Verdict.tune if own else Verdict.reject).value
     decision.why = "; ".join(found.words[code] for code in decision.reasons)
     decision.next_action = str(step)
@@ -108,7 +118,7 @@ def _accepted_words(candidate: TrialResult, facts: Facts, cap: float | None, fou
         share = f" ({percent(facts.saved_mib / base)})" if facts.saved_mib > 0 else ""
         words.append(f"{saved_words(facts.saved_mib)}{share}")
     if facts.throughput_ratio is not None:
-        words.append(f"{ratio(facts.throughput_ratio)} the baseline's throughput")
+        words.append(f"{ratio(facts.throughput_ratio)} the baseline's throughput{noise_words(facts.step)}")
     words += found.words.values()
     return f"{EVIDENCE_SHORT.get(candidate.evidence, candidate.evidence)}: {'; '.join(words)}"
 
@@ -146,6 +156,7 @@ def conclude(results: list[TrialResult], budget: BudgetConf, capacity_mib: float
         cap_mib=cap,
         cap_source=cap_source,
         decisions=decisions,
+        drift=drift_of(baseline.measurement) if baseline is not None and baseline.measurement is not None else None,
     )
     cheapest = _cheapest_saving(results, decisions, baseline)
     comparison.cheapest_saving = None if cheapest is None else results[cheapest].name
@@ -180,7 +191,10 @@ def preferred_of(results: list[TrialResult], accepted: list[int]) -> int | None:
     if not timed:
         return min(accepted, key=lambda i: _change_order(results[i]))
     fastest = min(timed, key=lambda i: timed[i].step_ms)
-    ties = [i for i, m in timed.items() if i == fastest or overlapping(m, timed[fastest])]
+    base_index = _baseline_index(results)
+    base = None if base_index is None else results[base_index].measurement
+    drift = None if base is None else drift_of(base)
+    ties = [i for i, m in timed.items() if i == fastest or difference(m, timed[fastest], drift).none]
     return min(ties, key=lambda i: (change_rank(results[i]), timed[i].step_ms))
 
 
@@ -220,10 +234,10 @@ def _cheapest_saving(results: list[TrialResult], decisions: list[Decision], base
             continue
         if saved <= 0.01 * (saved + (decision.peak_mib or 0.0)):
             continue
-        own, base = result.measurement, baseline.measurement if baseline is not None else None
-        if own is None or base is None:
+        own, base, step = result.measurement, baseline.measurement if baseline is not None else None, decision.step
+        if own is None or base is None or step is None:
             ranked.append(((-change_rank(result), saved), i))
             continue
-        lost = 0.0 if overlapping(own, base) else max(0.0, own.step_ms - base.step_ms)
+        lost = 0.0 if step.none else max(0.0, own.step_ms - base.step_ms)
         ranked.append(((math.inf if lost == 0 else saved / lost, saved), i))
     return max(ranked)[1] if ranked else None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from sweep.knobs import Knobs
 from sweep.next_step import Step, faster, lighter, offload_less, offload_more
 from sweep.results import Evidence, Outcome, TrialResult
+from sweep.words import count
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,30 @@ def _longer(case: Case) -> Step:
     return Step(overrides, "long enough to conclude")
 
 
+def _too_short(case: Case) -> Step:
+    m = case.result.measurement
+    planned = (case.result.config.get("measure") or {}).get("repeats") or 1
+    if m is not None and m.repeats < planned:  # the command was interrupted
+        return Step("", f"run it to its end: {m.repeats} of {count(planned, 'repeat')} came to theirs")
+    return _longer(case)
+
+
+def _repeat_again(case: Case) -> Step:
+    m = case.result.measurement
+    error = next((run.error for run in m.runs if run.error), "") if m is not None else ""
+    if "out of memory" in error.lower() or "outofmemory" in error.lower():
+        return lighter(case.result, case.cap_mib)
+    if "timeout_s" in error:
+        return _more_time(case)
+    where = f"; the errors are in {case.result.folder}" if case.result.folder else ""
+    return Step("", f"measure it again: the repeats that came to their end count, the others leave a doubt{where}")
+
+
+def _quieter(case: Case) -> Step:
+    repeats = (case.result.config.get("measure") or {}).get("repeats") or 3
+    return Step(f"measure.repeats={2 * repeats}", "on a quiet machine; with more repeats single ones weigh less")
+
+
 def _stronger(case: Case) -> Step:
     if case.result.evidence == Evidence.predicted.value:
         return Step("mode=measure", "run it")
@@ -144,13 +169,15 @@ REASONS: dict[str, Reason] = {
     "below_throughput": Reason("it is slower than the throughput floor", _faster, "speed"),
     "saving_too_small": Reason("it saves less memory than counts", _save_more, "memory"),
     "timed_out": Reason("it took longer than allowed", _more_time),
+    "repeat_failed": Reason("not all of its repeats came to their end", _repeat_again),
     "not_predictable": Reason("its peak cannot be predicted", _measure),
     "memory_unknown": Reason("its peak is not known", _memory_pass),
     "throughput_unknown": Reason("its throughput is not known, so the floor cannot be checked", _throughput_known),
     "quality_unknown": Reason("its held-out loss is not known, so the gate cannot be checked", _quality_known),
     "not_verified": Reason("it was not compared with the baseline", _verify),
-    "evidence_too_short": Reason("it ran too few steps or repeats to conclude", _longer),
+    "evidence_too_short": Reason("it ran too few steps or repeats to conclude", _too_short),
     "evidence_too_weak": Reason("this kind of evidence was not asked for", _stronger),
+    "disturbed": Reason("something else was busy on the machine while it was timed", _quieter),
 }
 
 #: Codes that say that too little is known, not that the budget is missed.
@@ -162,6 +189,8 @@ ONLY_EVIDENCE = frozenset(
         "not_verified",
         "evidence_too_short",
         "evidence_too_weak",
+        "repeat_failed",
+        "disturbed",
     )
 )
 

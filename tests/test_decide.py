@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import subprocess
 import sys
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 from made_up import measurement, peak, prediction, sweep_of_six, trial, verified
 
+from sweep.checks import STRENGTH
 from sweep.decide import compare, conclude, decide, memory_cap
+from sweep.findings import Conditions, Run
 from sweep.reasons import REASONS, Case
 from sweep.results import Comparison, Decision, Outcome, TrialResult, from_dict, to_dict
 from sweep.schema import BudgetConf, MinEvidence
@@ -38,6 +41,39 @@ MICRO = trial("micro_batch", 160.0, 110.0)
 SHORT = trial("checkpoint", 150.0, 130.0, evidence="smoke")
 PREDICTED = trial("checkpoint", 150.0, evidence="predicted", mode="predict")
 PREDICTED_BASE = trial("baseline", 300.0, evidence="predicted", mode="predict")
+
+
+def runs_of(*medians_ms: float, steps: int = 5, at_end: bool = False) -> list[Run]:
+    """Repeats whose steps lie within 1 % of their medians. at_end: the last one is the baseline's after all others."""
+    spread = [1 + 0.02 * (i / max(1, steps - 1) - 0.5) for i in range(steps)]
+    found = [
+        Run(i, 0, f"2025-01-01T00:{10 * i:02}:00+00:00", [middle * s for s in spread])
+        for i, middle in enumerate(medians_ms)
+    ]
+    found[-1].at_end = at_end
+    return found
+
+
+def repeated(result: TrialResult, *medians_ms: float, at_end: bool = False, **of_first: Any) -> TrialResult:
+    """The trial with these repeats. `of_first` changes the first."""
+    runs = runs_of(*medians_ms, at_end=at_end)
+    runs[0] = dataclasses.replace(runs[0], **of_first)
+    assert result.measurement is not None
+    step_ms = statistics.median(t for r in runs if not r.error for t in r.step_times_ms)
+    changes = {"runs": runs, "step_ms": step_ms, "samples_per_s": 16000 / step_ms}
+    return changed(result, measurement=dataclasses.replace(result.measurement, **changes))
+
+
+QUIET = Conditions(cpu_others=0.0)
+BUSY = Conditions(cpu_others=1.4, disturbed=["other processes kept 1.4 of 2 cores busy"])
+
+
+def failing(error: str) -> TrialResult:
+    result = repeated(trial("checkpoint", 150.0, 130.0), 130, 131, 132)
+    assert result.measurement is not None
+    result.measurement.runs[2] = Run(2, 0, "2025-01-01T00:20:00+00:00", error=error)
+    return result
+
 
 # code, trial, baseline, budget, verdict, what the next action names
 TABLE: list[tuple[str, TrialResult, TrialResult | None, dict[str, Any], str, str]] = [
@@ -117,6 +153,10 @@ TABLE: list[tuple[str, TrialResult, TrialResult | None, dict[str, Any], str, str
         "tune",
         "strategy.offload.implementation=hooks",
     ),
+    ("repeat_failed", failing("DeviceOutOfMemory: tried to allocate"), BASE, {}, "tune", "strategy.micro_batch_size=8"),
+    ("repeat_failed", failing("TimedOut: measure.timeout_s=600: not done"), BASE, {}, "tune", "measure.timeout_s=1200"),
+    ("repeat_failed", failing("the process was killed by SIGKILL"), BASE, {}, "tune", "measure it again"),
+    ("disturbed", repeated(CHECKPOINT, 130, 131, 132, conditions=BUSY), BASE, {}, "accept", "measure.repeats=6"),
     ("not_verified", changed(CHECKPOINT, verification=None), BASE, {}, "tune", "measure.verify=true"),
     ("out_of_memory", trial("micro_batch", outcome="oom_device"), BASE, {}, "tune", "strategy.micro_batch_size=2"),
     ("out_of_memory", trial("baseline", outcome="oom_device"), None, {}, "reject", "strategy=micro_batch"),
@@ -408,6 +448,110 @@ def test_a_measured_peak_is_not_subtracted_from_a_predicted_one() -> None:
 def test_what_a_dead_trial_would_have_taken_is_not_given_as_its_peak() -> None:
     dead = trial("checkpoint", outcome="oom_device", evidence="measured", prediction=prediction(500.0))
     assert judged(dead).peak_mib is None
+
+
+# ---- how sure
+
+
+def test_a_difference_inside_the_noise_is_called_none_everywhere() -> None:
+    base, own = repeated(BASE, 99, 100, 101), repeated(trial("micro_batch", 200.0, 100.0), 102, 100, 99)
+    decision = judged(own, base)
+    assert decision.step is not None
+    assert decision.step.none
+    assert decision.step.low < 1 < decision.step.high
+    assert "1.00x the baseline's throughput (no difference in time beyond the noise)" in decision.why
+    comparison = conclude([base, own], BudgetConf(), None)
+    assert comparison.preferred == "baseline"
+    assert "without a loss of time beyond the noise" in comparison.next_action
+    slower = repeated(trial("checkpoint", 150.0, 120.0), 120, 121, 119)
+    decision = judged(slower, base)
+    assert decision.step is not None
+    assert not decision.step.none
+    assert decision.step.low > 1.1
+    assert "noise" not in decision.why
+
+
+def test_a_drift_swallows_the_differences_below_it_and_is_told() -> None:
+    base = repeated(BASE, 100, 102, 104, 107, at_end=True)
+    own = repeated(trial("micro_batch", 200.0, 100.0), 97, 99, 101)
+    comparison = conclude([base, own], BudgetConf(), None)
+    assert comparison.drift is not None
+    assert comparison.drift.difference.ratio == pytest.approx(1.07)
+    assert comparison.drift.minutes == 30
+    assert "the baseline at the end was 7 % slower than at the start, over 30.0 minutes" in comparison.why
+    assert comparison.decisions[1].step is not None
+    assert comparison.decisions[1].step.none
+    assert comparison.preferred == "baseline"
+    quiet = repeated(BASE, 102, 103, 104, at_end=False)  # the same times, and no repeat at the end
+    comparison = conclude([quiet, own], BudgetConf(), None)
+    assert comparison.drift is None
+    assert "drift" not in comparison.why
+    assert comparison.decisions[1].step is not None
+    assert not comparison.decisions[1].step.none
+    assert comparison.preferred == "micro_batch"
+
+
+def test_a_floor_missed_by_less_than_the_drift_asks_for_more_steps() -> None:
+    base = repeated(BASE, 100, 102, 104, 107, at_end=True)
+    own = repeated(trial("micro_batch", 200.0, 100.0), 108, 109, 110)
+    decision = judged(own, base, min_throughput_ratio=0.99)
+    assert decision.reasons == ["below_throughput"]
+    assert "missed by less than the spread" in decision.next_action
+    assert "missed by" not in judged(own, base, min_throughput_ratio=1.1).next_action
+
+
+def test_a_disturbed_trial_is_marked_and_still_judged() -> None:
+    own = repeated(CHECKPOINT, 130, 131, 132, conditions=BUSY)
+    decision = judged(own)
+    assert (decision.verdict, decision.reasons) == ("accept", ["disturbed"])
+    assert decision.disturbed == ["repeat 1: other processes kept 1.4 of 2 cores busy"]
+    assert "its times may not be its own: repeat 1: other processes kept 1.4 of 2 cores busy" in decision.why
+    comparison = conclude([repeated(BASE, 100, 101, 102, conditions=QUIET), own], BudgetConf(memory_mib=200), None)
+    assert comparison.feasible
+    assert "the times of checkpoint were disturbed" in comparison.why
+    assert judged(repeated(CHECKPOINT, 130, 131, 132, conditions=QUIET)).disturbed == []
+    # What stands against a trial stays the first thing to do.
+    assert "measure.repeats" not in judged(own, memory_mib=140).next_action
+
+
+def test_a_clock_far_below_the_highest_seen_marks_the_trial() -> None:
+    fast, slow = Conditions(gpu_clock_mhz=1900.0), Conditions(gpu_clock_mhz=1650.0)
+    base = repeated(GPU_BASE, 100, 101, 102, conditions=fast)
+    own = repeated(trial("checkpoint", 150.0, 130.0, evidence="measured"), 130, 131, 132, conditions=slow)
+    assert judged(own, base).disturbed == ["repeat 1: the GPU's clock was down to 1650 MHz, from 1900"]
+    assert judged(base, None).disturbed == []
+    near = repeated(own, 130, 131, 132, conditions=Conditions(gpu_clock_mhz=1750.0))
+    assert judged(near, base).disturbed == []
+
+
+def test_a_repeat_that_went_wrong_loses_nothing_and_is_not_accepted() -> None:
+    decision = judged(failing("DeviceOutOfMemory: tried to allocate"))
+    assert decision.verdict == "tune"
+    assert "1 of 3 repeats went wrong (repeat 3: DeviceOutOfMemory: tried to allocate)" in decision.why
+    assert decision.saved_mib == 150.0
+    assert decision.throughput_ratio is not None
+    assert conclude([BASE, failing("crashed")], BudgetConf(memory_mib=200), None).feasible
+
+
+def test_too_few_steps_or_repeats_are_never_accepted_whatever_is_asked_for() -> None:
+    short = repeated(SHORT, 130)
+    assert short.measurement is not None
+    short.measurement.repeats = 1
+    for least in MinEvidence:
+        decision = judged(short, GPU_BASE, min_evidence=least)
+        assert decision.verdict != "accept"
+        assert "evidence_too_short" in decision.reasons
+    assert "run it to its end: 1 of 3 repeats came to theirs" in judged(short, GPU_BASE).next_action
+    assert STRENGTH["smoke"] < STRENGTH["measured"]
+
+
+def test_quality_is_told_beside_the_baselines() -> None:
+    base = repeated(BASE, 100, 101, 102, eval_loss=3.2)
+    own = repeated(CHECKPOINT, 130, 131, 132, eval_loss=3.2)
+    quality = judged(own, base).quality
+    assert quality is not None
+    assert (quality.verdict, quality.difference) == ("equal", 0.0)
+    assert judged(base, None).quality is None
 
 
 # ---- the whole comparison
