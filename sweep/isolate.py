@@ -1,7 +1,8 @@
 """A trial in its own process: no peak, fragmentation or broken CUDA context carries over, and a crash is a result.
 
 The parent writes request.json into the trial's folder and starts `python -m sweep.isolate <folder>`; the child writes
-result.json there (or run.json: one repeat of a trial) and reports its progress as JSON lines on standard output.
+result.json there (run.json: one repeat of a trial; traced.json: a look inside of one) and reports its progress as JSON
+lines on standard output.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from sweep.errors import BadInput
-from sweep.findings import Run
+from sweep.findings import Run, Trace
 from sweep.measure import Progress, no_progress
 from sweep.results import Outcome, TrialResult, from_dict, read_trial, write_json
 from sweep.schema import Config, plain, typed
-from sweep.trial import describe, run_repeat, run_trial, save
+from sweep.trial import describe, run_repeat, run_trace, run_trial, save
 
 #: Start of an interpreter, imports and the model; the trial itself is limited by measure.timeout_s.
 STARTUP_S = 120.0
-RESULT, RUN = "result.json", "run.json"
+RESULT, RUN, TRACED = "result.json", "run.json", "traced.json"
 TAIL_CHARACTERS = 4000
 
 
@@ -63,6 +64,15 @@ def run_isolated_repeat(config: Config, index: int, folder: Path, *, progress: P
         return from_dict(Run, json.loads((folder / RUN).read_text(encoding="utf-8")))
     seed = config.workload.seed + index % config.measure.seeds
     return Run(index=index, seed=seed, started_at=started_at, fresh_process=True, error=failed[1])
+
+
+def run_isolated_trace(config: Config, name: str, folder: Path, *, progress: Progress = no_progress) -> Trace:
+    """Trace a trial in a fresh process, into `folder`. Raises RuntimeError where that process gave no trace."""
+    failed = _run_child({"config": plain(config), "trace": name}, folder, TRACED, config.measure.timeout_s, progress)
+    if failed is not None:
+        last = [line for line in (folder / "stderr.log").read_text(errors="replace").splitlines() if line.strip()]
+        raise RuntimeError(f"{failed[1]}: {last[-1]}" if last else failed[1])
+    return from_dict(Trace, json.loads((folder / TRACED).read_text(encoding="utf-8")))
 
 
 def _run_child(
@@ -167,6 +177,9 @@ def main(folder: Path) -> int:
         say(progress=[done, total, what])
 
     try:
+        if "trace" in request:
+            write_json(run_trace(config, request["trace"], folder, progress=progress), folder / TRACED)
+            return 0
         if name is None:
             run = run_repeat(config, request["repeat"], progress=progress)
             run.fresh_process = True

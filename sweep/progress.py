@@ -54,9 +54,9 @@ class Display:
         if total is not None:
             self._bars.update(self._trials, total=total + 1)
 
-    def repeats(self, total: int) -> None:
-        """The trials are done; from now on runs that repeat them are counted."""
-        self._bars.reset(self._trials, total=total, description="repeats", what="")
+    def repeats(self, total: int, description: str = "repeats") -> None:
+        """The trials are done; from now on runs that repeat (or trace) them are counted."""
+        self._bars.reset(self._trials, total=total, description=description, what="")
 
     def skip(self) -> None:
         """One that was counted and is not made."""

@@ -28,9 +28,10 @@ from sweep.progress import Display
 from sweep.report import Report, print_report, report_console, single_line, write_report
 from sweep.report import describe as describe_report
 from sweep.report_best import STATE
-from sweep.results import Comparison, Evidence, Outcome, Prediction, TrialResult, read_trial, write_json
+from sweep.results import Evidence, Outcome, Prediction, TrialResult, read_trial, write_json
 from sweep.rounds import in_own_process, repeat_in_turn
 from sweep.schema import BudgetConf, Config, StrategyConf, TrackingConf, typed
+from sweep.tracing import files_of, trace_chosen
 from sweep.trial import check_trial, describe, fixed_id, is_baseline, run_trial, save
 from sweep.trial_names import name_strategy, trial_name, without_search
 
@@ -232,9 +233,12 @@ class Session:
         """
         if self.closed:
             return
-        if status == "FINISHED" and not self.state.study:
+        if status == "FINISHED":
             # Interrupted in here, the command finishes once more, with what it has by then.
-            repeat_in_turn(self.results(), self.display, self._store)
+            if not self.state.study:
+                repeat_in_turn(self.results(), self.display, self._store)
+            for traced in trace_chosen(self.results(), self.display):
+                self._save(traced)
         self.closed = True
         self.display.stop()
         results = self.results()
@@ -258,20 +262,23 @@ class Session:
         print_report(report, self.display.console)
         if not report.feasible:
             Session.exit_code = EXIT_NOTHING_FEASIBLE
-        files = [report.json_path, report.markdown_path, *report.plots, *self._search_files(config, report)]
+        files = [*report.files, *self._search_files(config, report)]
         return files, describe_report(report)
 
-    def _judge(self, results: list[TrialResult], budget: BudgetConf) -> list[tuple[Comparison, list[TrialResult]]]:
-        """Decide each comparison, and record its decisions. Returns each with its trials."""
-        compared = [(conclude(group, budget, results[0].capacity_mib), group) for group in by_comparison(results)]
-        for comparison, group in compared:
+    def _judge(self, results: list[TrialResult], budget: BudgetConf) -> None:
+        """Decide each comparison, and record its decisions."""
+        for group in by_comparison(results):
+            comparison = conclude(group, budget, results[0].capacity_mib)
             for result, decision in zip(group, comparison.decisions):
                 result.decision = decision
-                for folder in self._folders[result.key]:
-                    save(replace(result), folder)
+                self._save(result)
                 if self._store is not None:
-                    tracking.update_decision(self._store, result.mlflow_run_id, result)
-        return compared
+                    tracking.update_decision(self._store, result.mlflow_run_id, result, files=files_of(result))
+
+    def _save(self, result: TrialResult) -> None:
+        """Into each folder that holds the trial, as `results()` found them."""
+        for folder in self._folders[result.key]:
+            save(replace(result), folder)
 
     def _search_files(self, config: Config, report: Report) -> list[Path]:
         """What a search leaves beside the report: its result and its plots."""

@@ -18,7 +18,7 @@ import torch
 
 from sweep.environment import environment
 from sweep.errors import BadInput, NotEquivalent, NothingOffloaded
-from sweep.findings import Run
+from sweep.findings import Run, Trace
 from sweep.measure import Progress, Steps, measure, no_progress, repeat
 from sweep.measure_summary import evidence_of
 from sweep.memory.blocks import AllocatorOptions
@@ -69,6 +69,19 @@ def run_repeat(config: Config, index: int, *, progress: Progress = no_progress) 
         run = Run(index=index, seed=seed, started_at=started_at, error=one_line(error))
     _give_back_memory()
     return run
+
+
+def run_trace(config: Config, name: str, folder: Path, *, progress: Progress = no_progress) -> Trace:
+    """Trace a few steps of a trial that has been run, into `folder` (see sweep.explain). Raises what goes wrong."""
+    from sweep.explain import trace_trial  # only now: matplotlib takes its time, and few trials are traced
+
+    device = torch_device(config.device)
+    try:
+        if device.type == "cuda":
+            limit_memory(config, device)
+        return trace_trial(config, device, build_data(config.workload), folder, name=name, progress=progress)
+    finally:
+        _give_back_memory()
 
 
 def _give_back_memory() -> None:
