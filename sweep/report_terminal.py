@@ -43,7 +43,7 @@ def report_console(file: TextIO | None = None) -> Console:
 
 def print_report(report: Report, console: Console | None = None) -> None:
     """Table, what fills the memory, verdict, next actions and where to look, for each comparison."""
-    out = _Printer(console if console is not None else report_console())
+    out = Printer(console if console is not None else report_console())
     for section in report.sections:
         _print_section(section, out)
     out.heading("Where to look")
@@ -52,7 +52,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
         out.line(Text.assemble((f"{label}: ", "dim"), line), indent=2, wrap=False)
 
 
-class _Printer:
+class Printer:
     """Prints Text only, so that brackets in names are never taken for markup, and nothing the encoding lacks."""
 
     def __init__(self, console: Console) -> None:
@@ -89,7 +89,7 @@ class _Printer:
         return self.console.width
 
 
-def _print_section(section: Section, out: _Printer) -> None:
+def _print_section(section: Section, out: Printer) -> None:
     c = section.comparison
     what = "prediction" if section.predicts else "trial"
     out.heading(f"{section.title}: {count(len(section.rows), what)}")
@@ -138,7 +138,7 @@ def _because(section: Section) -> list[tuple[str, str]]:
     return lines
 
 
-def _print_memory(section: Section, out: _Printer) -> None:
+def _print_memory(section: Section, out: Printer) -> None:
     row = memory_row(section)
     if row is None:
         return
