@@ -115,7 +115,6 @@ class Sensitivity:
         self._thresholds: dict[str, list[float | None]] = {}
         self._spans: dict[str, list[Span]] = {}
         self._concluded: dict[tuple[tuple[str, float | None], ...], Answer] = {}
-        self._preferred: dict[tuple[int, ...], int | None] = {}
 
     def with_values(self, values: dict[str, float | None]) -> BudgetConf:
         """The present budget with other values for some of its settings."""
@@ -146,42 +145,44 @@ class Sensitivity:
             self._spans[axis.key] = self._cut(axis)
         return self._spans[axis.key]
 
-    def _cut(self, axis: Axis) -> list[Span]:
-        fixed = self._admitted_by_others(axis.key)
-        thresholds = self.thresholds(axis)
-        inner = sorted({t for i, t in enumerate(thresholds) if t is not None and i in fixed and 0 < t < math.inf})
-        edges = [0.0, *inner, math.inf]
-        found: list[tuple[float, float, int | None]] = []
-        for low, high in pairwise(edges):
-            value = low if axis.rising else high
-            preferred = self._choose(i for i in fixed if axis.admits(value, thresholds[i]))
-            if found and found[-1][2] == preferred:
-                low = found.pop()[0]
-            found.append((low, high, preferred))
-        spans: list[Span] = []
-        for low, high, _ in found:
-            spans += self._confirmed(axis, low, high)
-        return _merged(spans)
-
     def areas(self, x: Axis, y: Axis) -> list[Area]:
         """The plane of two settings, cut into rectangles of one preferred trial; the others as they are."""
-        fixed = self._admitted_by_others(x.key, y.key)
-        xs, ys = self.thresholds(x), self.thresholds(y)
+        fixed, xs = self._admitted_by_others(x.key, y.key), self.thresholds(x)
         columns: list[tuple[float, float, list[tuple[float, float, int | None]]]] = []
-        x_edges = [0.0, *sorted({t for i in fixed if (t := xs[i]) is not None and 0 < t < math.inf}), math.inf]
-        for x_low, x_high in pairwise(x_edges):
-            inside = [i for i in fixed if x.admits(x_low if x.rising else x_high, xs[i])]
-            y_edges = [0.0, *sorted({t for i in inside if (t := ys[i]) is not None and 0 < t < math.inf}), math.inf]
-            column: list[tuple[float, float, int | None]] = []
-            for y_low, y_high in pairwise(y_edges):
-                preferred = self._choose(i for i in inside if y.admits(y_low if y.rising else y_high, ys[i]))
-                if column and column[-1][2] == preferred:
-                    y_low = column.pop()[0]
-                column.append((y_low, y_high, preferred))
+        for low, high in pairwise(_edges(xs[i] for i in fixed)):
+            column = self._walk([i for i in fixed if x.admits(low if x.rising else high, xs[i])], y)
             if columns and columns[-1][2] == column:
-                x_low = columns.pop()[0]
-            columns.append((x_low, x_high, column))
+                low = columns.pop()[0]
+            columns.append((low, high, column))
         return [Area(x_low, x_high, *cell) for x_low, x_high, column in columns for cell in column]
+
+    def _cut(self, axis: Axis) -> list[Span]:
+        found = self._walk(self._admitted_by_others(axis.key), axis)
+        return _merged([span for low, high, _ in found for span in self._confirmed(axis, low, high)])
+
+    def _walk(self, trials: list[int], axis: Axis) -> list[tuple[float, float, int | None]]:
+        """The whole range of one setting, low to high, cut where the choice among `trials` changes: low, high, choice.
+
+        From the loosest value on, trials only drop out. That changes the choice where the choice itself drops out, or
+        the fastest, from which the others cannot be told apart or can.
+        """
+        thresholds = self.thresholds(axis)
+        pieces = list(pairwise(_edges(thresholds[i] for i in trials)))
+        found: list[tuple[float, float, int | None]] = []
+        left, choice, fastest = list(trials), None, None
+        for low, high in reversed(pieces) if axis.rising else pieces:
+            left = [i for i in left if axis.admits(low if axis.rising else high, thresholds[i])]
+            if not found or choice not in left or fastest not in left:
+                choice, fastest = preferred_of(self.results, left), self._fastest(left)
+            if found and found[-1][2] == choice:
+                before = found.pop()
+                low, high = min(low, before[0]), max(high, before[1])
+            found.append((low, high, choice))
+        return found[::-1] if axis.rising else found
+
+    def _fastest(self, trials: list[int]) -> int | None:
+        timed = [(m.step_ms, i) for i in trials if (m := self.results[i].measurement) is not None]
+        return min(timed)[1] if timed else trials[0] if trials else None
 
     def thresholds(self, axis: Axis) -> list[float | None]:
         """For each trial the strictest value that admits it, were this the only setting; None: no value does."""
@@ -222,12 +223,6 @@ class Sensitivity:
                 found = [i for i in found if axis.admits(value, thresholds[i])]  # type: ignore[assignment]
         return list(found)
 
-    def _choose(self, accepted: Iterable[int]) -> int | None:
-        key = tuple(accepted)
-        if key not in self._preferred:
-            self._preferred[key] = preferred_of(self.results, list(key))
-        return self._preferred[key]
-
     def _confirmed(self, axis: Axis, low: float, high: float) -> list[Span]:
         """What is concluded at both ends of a span; cut again where they differ (tune becomes reject, say)."""
         first = low if axis.rising or low == 0 else math.nextafter(low, math.inf)
@@ -265,6 +260,11 @@ class Sensitivity:
         if axis is LOSS_RATIO:
             return [f.eval_loss_ratio for f in facts]
         return [None if f.own is None else known(f.own.eval_loss) for f in facts]
+
+
+def _edges(thresholds: Iterable[float | None]) -> list[float]:
+    """From zero to infinity by way of every threshold."""
+    return [0.0, *sorted({t for t in thresholds if t is not None and 0 < t < math.inf}), math.inf]
 
 
 def _merged(spans: list[Span]) -> list[Span]:
