@@ -214,7 +214,8 @@ def _bounds(values: Array) -> tuple[float, float]:
 
 
 def _minutes(first: str, last: str) -> float:
+    """Between two times in ISO 8601; 0 where one of them cannot be read."""
     try:
         return (datetime.fromisoformat(last) - datetime.fromisoformat(first)).total_seconds() / 60
     except (ValueError, TypeError):
-        return math.nan
+        return 0.0
