@@ -1,4 +1,4 @@
-"""Reports from stored results: report.json, report.md and the plots of a sweep; no torch, no MLflow.
+"""Reports from stored results: report.json, report.md, report.html and the plots of a sweep; no torch, no MLflow.
 
 python -m sweep.report <sweep folder>                         # the same report again from the result.json files
 python -m sweep.report <sweep folder> --memory-mib 8000,12000   # the same results under other budgets
@@ -18,6 +18,7 @@ from typing import Any
 from sweep.errors import EXIT_BAD_INPUT, EXIT_OK, BadInput
 from sweep.report_best import shown_at_most
 from sweep.report_data import Report, Row, Section, budget_of, build
+from sweep.report_html import html
 from sweep.report_markdown import describe, markdown
 from sweep.report_sensitivity_command import answer
 from sweep.report_sensitivity_options import add_options, asked_in
@@ -49,7 +50,7 @@ def write_report(
     command: str = "",
     most: int | None = None,
 ) -> Report:
-    """Judge the trials and write report.json, report.md and the plots into `folder`.
+    """Judge the trials and write report.json, report.md, report.html and the plots into `folder`.
 
     capacity_mib: the device's memory, None where it is not known. command: what repeats the sweep. most: trials shown
     beside the baselines, None: all. Raises ValueError without any result. A plot that cannot be drawn is a warning:
@@ -66,6 +67,7 @@ def write_report(
         warnings.warn(f"the plots were not drawn: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
     write_json(report.data(), report.json_path)
     report.markdown_path.write_text(markdown(report), encoding="utf-8")
+    report.html_path.write_text(html(report), encoding="utf-8")
     return report
 
 

@@ -57,10 +57,10 @@ def _points(section: Section, row: Row) -> list[tuple[str, str]]:
 
 
 def quality_words(section: Section, row: Row) -> str:
-    if row.eval_loss is None and row.quality is None:
+    if row.eval_loss_mean is None and row.quality is None:
         return "held-out loss was not evaluated (measure.eval_batches=0)."
     if row.is_baseline or row.quality is None:
-        return f"held-out loss {loss(row.eval_loss)}."
+        return f"held-out loss {loss(row.eval_loss_mean)}."
     q = row.quality
     verdict = {"equal": "equal to the baseline's", "unknown": "not known"}.get(
         q.verdict, f"{q.verdict} than the baseline's"
@@ -82,7 +82,7 @@ def _measured_grid(section: Section) -> Grid:
     rows = []
     for r in section.rows:
         moved = None if r.to_host_mib is None or r.from_host_mib is None else r.to_host_mib + r.from_host_mib
-        cells = [r.name, spread(r), change_cell(r), number(r.samples_per_s), loss(r.eval_loss)]
+        cells = [r.name, spread(r), change_cell(r), number(r.samples_per_s), loss(r.eval_loss_mean)]
         cells += [quality_cell(r)] if has_quality else []
         rows.append([*cells, number(r.host_peak_mib), number(moved), error(r.grad_rel_err), r.evidence])
     grid = Grid(

@@ -113,6 +113,11 @@ class Report:
         return self.folder / "report.html"
 
     @property
+    def files(self) -> list[Path]:
+        """What a report leaves, most readable first."""
+        return [self.html_path, self.markdown_path, self.json_path, *self.plots]
+
+    @property
     def feasible(self) -> bool:
         """Whether some trial of some comparison is within the whole budget."""
         return any(s.comparison.feasible for s in self.sections)

@@ -12,26 +12,17 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 from matplotlib.transforms import Bbox
 
-from sweep.report_data import Report, Row, Section
+from sweep.report_data import Report, Section
+from sweep.report_plots_loss import losses
+from sweep.report_plots_style import CATEGORY_COLOURS, FAR, colour, short
+from sweep.report_plots_why import changes
+from sweep.report_rows import Row
 from sweep.report_words import CATEGORY_WORDS
-from sweep.results import Category, Evidence, TrialResult
+from sweep.results import Evidence
 from sweep.words import mib
 
-#: Okabe and Ito's palette, which the colour-blind can tell apart.
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
-_CATEGORY_COLOURS = {
-    Category.parameter.value: "#0072B2",
-    Category.buffer.value: "#999999",
-    Category.gradient.value: "#56B4E9",
-    Category.optimizer_state.value: "#009E73",
-    Category.input.value: "#F0E442",
-    Category.activation.value: "#D55E00",
-    Category.temporary.value: "#CC79A7",
-}
 #: More names than this would cover the points.
 _MOST_LABELS = 14
-#: A cap or a predicted peak beyond this many times the largest measured one would squeeze the points together.
-_FAR = 2.5
 
 
 def draw(report: Report) -> list[Path]:
@@ -39,7 +30,7 @@ def draw(report: Report) -> list[Path]:
     files: list[Path] = []
     for i, section in enumerate(report.sections):
         suffix = "" if len(report.sections) == 1 else f"_{i + 1}_{_slug(section.title)}"
-        for name, picture in (("pareto", pareto), ("at_peak", at_peak), ("loss", losses)):
+        for name, picture in PICTURES.items():
             figure = picture(section)
             if figure is not None:
                 path = report.folder / f"{name}{suffix}.png"
@@ -87,14 +78,14 @@ def _on_cpu(section: Section) -> bool:
 
 def _draw_point(axes: Axes, section: Section, row: Row, value: float) -> None:
     """One trial with the spread of its throughput. Filled: accepted; hollow: not; ring: preferred; square: baseline."""
-    colour = _COLOURS[section.rows.index(row) % len(_COLOURS)]
+    own = colour(section, row)
     x = row.peak_mib or 0.0
     if row.step_ms and row.step_ms_low and row.step_ms_high:
         low, high = value * row.step_ms / row.step_ms_high, value * row.step_ms / row.step_ms_low
-        axes.errorbar(x, value, yerr=[[max(0.0, value - low)], [max(0.0, high - value)]], color=colour, capsize=3, lw=1)
-    face = colour if row.verdict == "accept" else "white"
+        axes.errorbar(x, value, yerr=[[max(0.0, value - low)], [max(0.0, high - value)]], color=own, capsize=3, lw=1)
+    face = own if row.verdict == "accept" else "white"
     marker = "s" if row.is_baseline else "o"
-    axes.plot(x, value, marker, color=colour, markerfacecolor=face, markersize=8, markeredgewidth=1.8, zorder=3)
+    axes.plot(x, value, marker, color=own, markerfacecolor=face, markersize=8, markeredgewidth=1.8, zorder=3)
     if row is section.preferred:
         axes.plot(x, value, "o", color="black", markerfacecolor="none", markersize=17, markeredgewidth=1.6, zorder=4)
 
@@ -108,7 +99,7 @@ def _name_points(axes: Axes, section: Section, rows: list[Row], rate: Callable[[
     inner = axes.bbox.padded(-6)
     taken = [Bbox.from_bounds(x - 9, y - 9, 18, 18) for x, y in points]
     for row in sorted(named, key=lambda r: r is not section.preferred):
-        words = _short(row.name) + (" (preferred)" if row is section.preferred else "")
+        words = short(row.name) + (" (preferred)" if row is section.preferred else "")
         best: tuple[float, Bbox, Annotation] | None = None
         for rise in (8, -15, 20, -27):
             for side, shift in (("left", 9), ("right", -9)):
@@ -153,7 +144,7 @@ def _draw_cap(axes: Axes, section: Section, right: float) -> float:
     cap = section.comparison.cap_mib
     if cap is None:
         return right
-    if cap > _FAR * right:
+    if cap > FAR * right:
         axes.plot([], [], " ", label=f"cap {mib(cap)}, far right")
         return right
     axes.axvline(cap, color="black", linestyle="--", linewidth=1, label=f"cap {mib(cap)}")
@@ -167,17 +158,13 @@ def _draw_not_run(axes: Axes, section: Section, right: float) -> float:
     for row in section.rows:
         if row.samples_per_s is not None and row.peak_mib is not None:
             continue
-        p, label = row.predicted, f"{_short(row.name)}: {row.outcome}"
-        near = p is not None and p.allocated_mib <= _FAR * right
+        p, label = row.predicted, f"{short(row.name)}: {row.outcome}"
+        near = p is not None and p.allocated_mib <= FAR * right
         x = [p.allocated_mib] if p is not None and near else []
         label += f" (predicted peak {mib(p.allocated_mib)})" if p is not None else ""
         axes.plot(x, [0.0] * len(x), "x", color="#D55E00", markersize=8, clip_on=not x, zorder=4, label=label)
         reach = max([reach, *x])
     return reach
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 34 else f"{name[:33]}\N{HORIZONTAL ELLIPSIS}"
 
 
 def _legend(figure: Figure, axes: Axes) -> None:
@@ -198,11 +185,11 @@ def at_peak(section: Section) -> Figure | None:
     figure = Figure(figsize=(8, 1.6 + 0.5 * len(rows)), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     ends = [0.0] * len(rows)
-    for category in _CATEGORY_COLOURS:
+    for category in CATEGORY_COLOURS:
         widths = [r.at_peak_mib.get(category, 0.0) for r in rows]
         if any(widths):
-            colour, words = _CATEGORY_COLOURS[category], CATEGORY_WORDS[category]
-            axes.barh(range(len(rows)), widths, left=ends, color=colour, label=words, height=0.65)
+            fill, words = CATEGORY_COLOURS[category], CATEGORY_WORDS[category]
+            axes.barh(range(len(rows)), widths, left=ends, color=fill, label=words, height=0.65)
             ends = [a + b for a, b in zip(ends, widths)]
     reach = max(ends)
     box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
@@ -220,11 +207,11 @@ def at_peak(section: Section) -> Figure | None:
             bbox=box,
         )
     cap = section.comparison.cap_mib
-    if cap is not None and cap <= _FAR * reach:
+    if cap is not None and cap <= FAR * reach:
         axes.axvline(cap, color="black", linestyle="--", linewidth=1, label=f"cap {mib(cap)}")
         reach = max(reach, cap)
     axes.set_xlim(0, 1.28 * reach)
-    axes.set_yticks(range(len(rows)), [_short(r.name) + _how(section, r) for r in rows], fontsize=9)
+    axes.set_yticks(range(len(rows)), [short(r.name) + _how(section, r) for r in rows], fontsize=9)
     axes.invert_yaxis()
     axes.set_xlabel("MiB")
     axes.set_title(f"{section.title}: what is alive at the peak ({section.comparison.evidence})", fontsize=11)
@@ -239,28 +226,11 @@ def _how(section: Section, row: Row) -> str:
     return " (predicted)" if row.peak is None and not section.predicts else ""
 
 
-def losses(section: Section) -> Figure | None:
-    """Training loss of every trial over its optimizer steps; None where there is not more than a point to show."""
-    curves = [(r, m.train_loss) for r in section.results if (m := r.measurement) is not None and len(m.train_loss) > 1]
-    if len(curves) < 2:
-        return None
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    for i, (result, values) in enumerate(_baseline_first(curves)):
-        # Equal curves lie on each other: thick below, thin and dashed above, so that each can be seen.
-        width, style = (4.0, "-") if result.is_baseline else (1.4, ("-", "--", "-.", ":")[i % 4])
-        alpha = 0.45 if result.is_baseline else 1.0
-        colour = _COLOURS[section.results.index(result) % len(_COLOURS)]
-        axes.plot(
-            range(1, len(values) + 1), values, style, color=colour, linewidth=width, alpha=alpha, label=result.name
-        )
-    axes.set_xlabel("optimizer step, warm-up included")
-    axes.set_ylabel("training loss")
-    axes.set_title(f"{section.title}: training loss", fontsize=11)
-    axes.grid(alpha=0.25)
-    axes.legend(fontsize=8)
-    return figure
-
-
-def _baseline_first(curves: list[tuple[TrialResult, list[float]]]) -> list[tuple[TrialResult, list[float]]]:
-    return sorted(curves, key=lambda curve: not curve[0].is_baseline)
+#: In reading order: name of the file, and what draws it.
+PICTURES: dict[str, Callable[[Section], Figure | None]] = {
+    "pareto": pareto,
+    "at_peak": at_peak,
+    "peak_change": lambda section: changes(section, "peak"),
+    "time_change": lambda section: changes(section, "time"),
+    "loss": losses,
+}

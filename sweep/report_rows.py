@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sweep.findings import Difference, Explanation, Quality, Trace, WhatIf
+from sweep.quality import curves
 from sweep.results import Decision, Evidence, Holder, Peak, Prediction, TrialResult
 from sweep.words import known
 
@@ -78,7 +79,8 @@ class Row:
     tokens_per_s: float | None
     throughput_ratio: float | None  # to the baseline
     train_loss: float | None  # of the last step
-    eval_loss: float | None  # held-out, after the last step
+    eval_loss: float | None  # held-out, after the last step, of the first seed
+    eval_loss_mean: float | None  # the same over all seeds
     eval_loss_ratio: float | None
     quality: Quality | None  # held-out loss against the baseline's, over the seeds
     grad_rel_err: float | None  # largest relative error of a parameter's gradient against the baseline's
@@ -127,6 +129,7 @@ class Row:
             throughput_ratio=decision.throughput_ratio,
             train_loss=known(m.train_loss[-1]) if m and m.train_loss else None,
             eval_loss=known(m.eval_loss) if m else None,
+            eval_loss_mean=curves(m).held_out_mean if m else None,
             eval_loss_ratio=decision.eval_loss_ratio,
             quality=decision.quality,
             grad_rel_err=known(v.grad_rel_err) if v else None,

@@ -77,7 +77,7 @@ def _measured_columns(wide: bool, reserved: bool) -> list[_Column]:
         _Column("saved\nMiB", lambda r: number(r.saved_mib)),
         _Column("step\nms", spread),
         _Column("speed", speed),
-        _Column("eval\nloss", lambda r: loss(r.eval_loss)),
+        _Column("eval\nloss", lambda r: loss(r.eval_loss_mean)),
         _Column("grad\nerr", lambda r: error(r.grad_rel_err)),
         _verdict_column(),
     ]

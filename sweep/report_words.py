@@ -6,6 +6,7 @@ import re
 import shlex
 
 from sweep.next_step import LASTING
+from sweep.report_best import page_in_mlflow
 from sweep.report_data import Report, Section
 from sweep.report_notes import shown_path
 from sweep.report_rows import Row
@@ -236,13 +237,17 @@ def capital(words: str) -> str:
 def where_to_look(report: Report) -> list[tuple[str, str]]:
     """Label and line: files, MLflow, and the command that repeats one trial."""
     folder = shown_path(report.folder)
-    files = [report.html_path, report.markdown_path, report.json_path, *report.plots]
-    names = [path.name for path in files]
+    names = [path.name for path in report.files]
     label = "the report under the sweep's own budget" if report.options else "files"
     lines = [(label, f"{folder}/: {', '.join(names)}")]
     mlflow = mlflow_line(report)
     if mlflow:
         lines.append(("mlflow", mlflow))
+        page = page_in_mlflow(report.folder)
+        if page.startswith("#"):
+            lines.append(("this sweep there", f"http://127.0.0.1:5000/{page}"))
+        elif page:
+            lines[-1] = ("mlflow", f"open {page}")
     for section in report.sections:
         row = section.preferred or section.baseline or section.rows[0]
         if row.command:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
+import random
 from typing import Any
 
+from sweep.findings import Conditions, Run, Trace
 from sweep.results import Holder, Measurement, Outcome, Peak, Prediction, TrialResult, Verification
 
 #: The strategy part of the config, as conf/strategy/ composes it for a global batch of 16.
@@ -186,3 +189,97 @@ def sweep_of_six(evidence: str = "cpu") -> list[TrialResult]:
         trial("offload", 121.3, 171.9, evidence=evidence, measure={"to_host_mib": 190.0, "from_host_mib": 190.0}),
         trial("hybrid", 109.8, 166.4, evidence=evidence, measure={"to_host_mib": 40.0, "from_host_mib": 40.0}),
     ]
+
+
+#: What each strategy leaves alive at the peak, in MiB by category, and where its peak lies then.
+AT_PEAK: dict[str, tuple[str, dict[str, float]]] = {
+    "baseline": ("backward", {"parameter": 20.0, "optimizer_state": 40.0, "activation": 230.0, "temporary": 22.4}),
+    "micro_batch": ("backward", {"parameter": 20.0, "gradient": 20.0, "optimizer_state": 40.0, "activation": 48.0}),
+    "checkpoint": ("optimizer", {"parameter": 20.0, "gradient": 20.0, "optimizer_state": 40.0, "temporary": 65.5}),
+    "checkpoint_selective": (
+        "backward",
+        {"parameter": 20.0, "gradient": 5.0, "optimizer_state": 40.0, "activation": 110.0, "temporary": 39.7},
+    ),
+    "offload": ("backward", {"parameter": 20.0, "optimizer_state": 40.0, "activation": 20.0, "temporary": 41.3}),
+    "hybrid": ("backward", {"parameter": 20.0, "gradient": 9.8, "optimizer_state": 40.0, "temporary": 40.0}),
+}
+#: Share of the baseline's step time by phase, as it is with each strategy. Sums to the ratio of the step times.
+PHASES: dict[str, dict[str, float]] = {
+    "baseline": {"data": 0.01, "forward": 0.33, "backward": 0.6, "optimizer": 0.06},
+    "micro_batch": {"data": 0.01, "forward": 0.37, "backward": 0.66, "optimizer": 0.06},
+    "checkpoint": {"data": 0.01, "forward": 0.33, "recompute": 0.3, "backward": 0.6, "optimizer": 0.06},
+    "checkpoint_selective": {"data": 0.01, "forward": 0.34, "recompute": 0.1, "backward": 0.6, "optimizer": 0.06},
+    "offload": {"data": 0.01, "forward": 0.35, "transfer": 0.35, "backward": 0.65, "optimizer": 0.06},
+    "hybrid": {"data": 0.01, "forward": 0.33, "recompute": 0.3, "transfer": 0.1, "backward": 0.6, "optimizer": 0.06},
+}
+#: Held-out loss over the baseline's; what computes the same bits has the same loss.
+QUALITY = {"micro_batch": 0.004}
+
+
+def runs(
+    step_ms: float, seeds: int = 3, repeats: int = 3, shift: float = 0.0, noise: float = 0.02, loss_noise: float = 0.01
+) -> list[Run]:
+    """Repeats that are interleaved with those of other trials, over seeds in turn. Deterministic.
+
+    shift: of all losses against the baseline's; loss_noise: how far they scatter about it over seeds.
+    """
+    draw = random.Random(f"{step_ms} {shift}")
+    found = []
+    for i in range(repeats):
+        seed = i % seeds
+        start = 5.6 + 0.1 * math.sin(1 + 7 * seed)
+        own = shift + (loss_noise * math.sin(3 + 11 * seed) if shift else 0.0)
+        curve = [start * 0.93**k + 0.05 * math.sin(5 * seed + k) + own for k in range(7)]
+        times = [step_ms * (1 + noise * draw.gauss(0, 1)) for _ in range(5)]
+        conditions = Conditions(cpu_others=0.1)
+        found.append(
+            Run(
+                index=i,
+                seed=seed,
+                started_at=f"2025-01-01T00:0{i}:00Z",
+                step_times_ms=times,
+                train_loss=curve,
+                eval_loss_before=5.62,
+                eval_loss=curve[-1] * 0.98 if i < seeds else None,
+                conditions=conditions,
+            )
+        )
+    return found
+
+
+def sweep_over_seeds(evidence: str = "cpu", seeds: int = 3) -> list[TrialResult]:
+    """The six strategies with interleaved repeats over seeds, peaks by category, phases, bytes moved and traces."""
+    base_ms, found = 118.2, []
+    for strategy, (phase, at_peak) in AT_PEAK.items():
+        ratio = sum(PHASES[strategy].values())
+        step_ms, moved = base_ms * ratio, {"offload": 190.0, "hybrid": 40.0}.get(strategy, 0.0)
+        own = runs(step_ms, seeds, shift=QUALITY.get(strategy, 0.0))
+        times = sorted(t for run in own for t in run.step_times_ms)
+        of_peak = peak(sum(at_peak.values()), phase, **at_peak)
+        of_peak.host_peak_mib = moved
+        changes = {
+            "peak": of_peak,
+            "step_ms_low": times[3],
+            "step_ms_high": times[11],
+            "step_times_ms": [t for run in own for t in run.step_times_ms],
+            "step_ms_ci_low": times[4],
+            "step_ms_ci_high": times[10],
+            "runs": own,
+            "train_loss": own[0].train_loss,
+            "eval_loss": own[0].eval_loss,
+            "phases_ms": {name: share * base_ms for name, share in PHASES[strategy].items()},
+            "to_host_mib": moved,
+            "from_host_mib": moved,
+        }
+        result = trial(strategy, of_peak.mib, times[7], evidence=evidence, measure=changes)
+        result.prediction = prediction(of_peak.mib * 1.001, peak=of_peak, capacity_mib=None)
+        result.trace = Trace(
+            evidence,
+            steps=3,
+            step_ms=step_ms * 1.3,
+            ranges_ms={name: share * base_ms * 1.3 for name, share in PHASES[strategy].items() if name != "transfer"},
+            operators=2400,
+            files=["trace.json", "memory_timeline.png"],
+        )
+        found.append(result)
+    return found
