@@ -14,6 +14,14 @@ LIMITS = frozenset(("over_memory", "below_throughput", "quality_lost", "not_equi
 STATE = ".session.json"
 
 
+def page_in_mlflow(folder: Path) -> str:
+    """Where MLflow shows the sweep: a whole address, or what follows the address of `mlflow ui`; "" if not known."""
+    try:
+        return str(json.loads((folder / STATE).read_text(encoding="utf-8")).get("page") or "")
+    except (OSError, ValueError, AttributeError):
+        return ""
+
+
 def best_of(results: list[TrialResult], comparison: Comparison, most: int) -> list[TrialResult]:
     """The baselines and the `most` best others: preferred, then within the limits, then fast, then small.
 

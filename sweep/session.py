@@ -28,9 +28,9 @@ from sweep.progress import Display
 from sweep.report import Report, print_report, report_console, single_line, write_report
 from sweep.report import describe as describe_report
 from sweep.report_best import STATE
-from sweep.results import Evidence, Outcome, Prediction, TrialResult, read_trial, write_json
+from sweep.results import Comparison, Evidence, Outcome, Prediction, TrialResult, read_trial, write_json
 from sweep.rounds import in_own_process, repeat_in_turn
-from sweep.schema import BudgetConf, Config, StrategyConf, TrackingConf, typed
+from sweep.schema import Config, StrategyConf, TrackingConf, typed
 from sweep.tracing import files_of, trace_chosen
 from sweep.trial import check_trial, describe, fixed_id, is_baseline, run_trial, save
 from sweep.trial_names import name_strategy, trial_name, without_search
@@ -47,6 +47,7 @@ class State:
     command: str
     study: str = ""  # name of the search's study
     storage: str | None = None  # where the study is kept, as hydra.sweeper.storage says it
+    page: str = ""  # where MLflow shows the sweep (see tracking.sweep_page)
 
 
 class Session:
@@ -103,6 +104,7 @@ class Session:
                 description=f"Running: `{command}`",
                 resume=state.parent_run_id,
             )
+            state.page = tracking.sweep_page(store, state.parent_run_id)
         write_json(state, folder / STATE)
         session.display.start()
         cls.current = session
@@ -242,15 +244,22 @@ class Session:
         self.closed = True
         self.display.stop()
         results = self.results()
+        comparisons = self._judge(results) if results else []
         files, markdown = self._report(results) if results else ([], "")
         if self._store is not None:
-            tracking.close_sweep(self._store, self.state.parent_run_id, status, report_markdown=markdown, files=files)
+            tracking.close_sweep(
+                self._store,
+                self.state.parent_run_id,
+                status,
+                report_markdown=markdown,
+                files=files,
+                comparisons=comparisons,
+            )
         Session.current = None
 
     def _report(self, results: list[TrialResult]) -> tuple[list[Path], str]:
         """Everything that is made of the results together. Returns the files, and the report in markdown."""
         config = typed(results[0].config)
-        self._judge(results, config.budget)
         report = write_report(
             results,
             config.budget,
@@ -265,15 +274,19 @@ class Session:
         files = [*report.files, *self._search_files(config, report)]
         return files, describe_report(report)
 
-    def _judge(self, results: list[TrialResult], budget: BudgetConf) -> None:
+    def _judge(self, results: list[TrialResult]) -> list[Comparison]:
         """Decide each comparison, and record its decisions."""
+        budget = typed(results[0].config).budget
+        comparisons = []
         for group in by_comparison(results):
             comparison = conclude(group, budget, results[0].capacity_mib)
+            comparisons.append(comparison)
             for result, decision in zip(group, comparison.decisions):
                 result.decision = decision
                 self._save(result)
                 if self._store is not None:
                     tracking.update_decision(self._store, result.mlflow_run_id, result, files=files_of(result))
+        return comparisons
 
     def _save(self, result: TrialResult) -> None:
         """Into each folder that holds the trial, as `results()` found them."""

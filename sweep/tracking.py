@@ -26,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from sweep.results import Outcome, TrialResult, write_json
+from sweep.results import Comparison, Outcome, TrialResult, write_json
 from sweep.tracking_facts import git_state
 from sweep.tracking_knobs import color_of, knobs_of
 from sweep.tracking_runs import (
@@ -42,6 +42,7 @@ from sweep.tracking_runs import (
     write,
     write_dataset,
     write_files,
+    write_result_tags,
 )
 from sweep.tracking_store import Store, as_bad_input, client, experiment_id, initialise, store_location
 from sweep.tracking_system import SystemSampler
@@ -57,6 +58,8 @@ from sweep.tracking_values import (
     params_of,
     plan_tags_of,
     result_tags_of,
+    sweep_metrics_of,
+    sweep_tags_of,
 )
 from sweep.tracking_views import page_of, save_views
 
@@ -137,18 +140,22 @@ def close_sweep(
     *,
     report_markdown: str = "",
     files: Sequence[Path] = (),
+    comparisons: Sequence[Comparison] = (),
     metrics: dict[str, float] | None = None,
     tags: dict[str, str] | None = None,
 ) -> None:
-    """End the parent run: the report is the run's description, files (report.json, plots) are its artifacts."""
+    """End the parent run: the report is its description, files are its artifacts, comparisons give it a verdict."""
     if run_id is None:
         return
-    all_tags = dict(tags or {})
+    all_tags = {**sweep_tags_of(comparisons), **(tags or {})}
+    all_metrics = {**sweep_metrics_of(comparisons), **(metrics or {})}
     if report_markdown:
         all_tags[NOTE] = cut_markdown(report_markdown)
-    with best_effort(f"the end of sweep {run_id}"):
+    # Each part by itself: what cannot be uploaded must not take the verdict along.
+    with best_effort(f"the files of sweep {run_id}"):
         write_files(store, run_id, files)
-        write(store, run_id, metrics=[(name, value, 0) for name, value in (metrics or {}).items()], tags=all_tags)
+    with best_effort(f"the end of sweep {run_id}"):
+        write(store, run_id, metrics=[(name, value, 0) for name, value in all_metrics.items()], tags=all_tags)
     end(store, run_id, status)
 
 
@@ -211,7 +218,7 @@ class TrialRun:
             self._log_params(result.config)
             # The outcome comes last: a run that has one was recorded whole (see `reconcile`).
             tags = {**result_tags_of(result), NOTE: description_of(result)}
-            write(self._store, self.run_id, metrics=metrics_of(result), tags=tags)
+            write_result_tags(self._store, self.run_id, tags, metrics_of(result))
         self._outcome = result.outcome  # last: an interrupt in between leaves a trial without one
 
     def __exit__(

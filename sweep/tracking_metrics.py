@@ -12,15 +12,15 @@ from sweep.results import Decision, Measurement, Prediction, TrialResult, Verifi
 #: (name, value, step)
 MetricValue = tuple[str, float, int]
 
-#: Decimals by the end of a name, first match. MLflow's page shows every digit it is given (268.1328125), and no more
+#: Decimals by a part of the name, first match. MLflow's page shows every digit it is given (268.1328125), and no more
 #: of them mean anything: 0.001 MiB is a KiB. The whole numbers are in result.json. Errors and curves stay as they are.
-DECIMALS = (("error_ratio", 6), ("_ratio", 4), ("/ratio", 4), ("_mib", 3), ("_ms", 3), ("_per_s", 3), ("eval_loss", 5))
+DECIMALS = (("error_ratio", 6), ("ratio", 4), ("_mib", 3), ("_ms", 3), ("_per_s", 3), ("eval_loss", 5))
 
 
 def metrics_of(result: TrialResult) -> list[MetricValue]:
     """All finite numbers of a result under grouped names, single values at step 0, curves at their steps."""
-    found: list[tuple[str, float | None, int]] = [("trial/wall_s", result.wall_s, 0)]
-    found += [("trial/parameters", result.parameters, 0), ("trial/blocks", result.blocks, 0)]
+    # MLflow's page that compares runs begins with the first of them.
+    found: list[tuple[str, float | None, int]] = []
     if result.measurement is not None:
         found += _measured(result.measurement)
     if result.verification is not None:
@@ -29,6 +29,8 @@ def metrics_of(result: TrialResult) -> list[MetricValue]:
         found += _predicted(result.prediction)
     if result.decision is not None:
         found += _decided(result.decision)
+    found += [("trial/parameters", result.parameters, 0), ("trial/blocks", result.blocks, 0)]
+    found.append(("trial/wall_s", result.wall_s, 0))
     return _finite(found)
 
 
@@ -143,7 +145,7 @@ def _finite(values: Iterable[tuple[str, float | None, int]]) -> list[MetricValue
 
 
 def _readable(name: str, value: float) -> float:
-    decimals = next((decimals for end, decimals in DECIMALS if name.endswith(end)), None)
+    decimals = next((decimals for part, decimals in DECIMALS if part in name), None)
     return value if decimals is None else round(value, decimals)
 
 

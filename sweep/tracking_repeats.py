@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from sweep.results import Measurement, TrialResult, write_json
-from sweep.tracking_runs import best_effort, write, write_files
+from sweep.tracking_runs import best_effort, write_files, write_result_tags
 from sweep.tracking_store import Store
 from sweep.tracking_values import MetricValue, metrics_of, result_tags_of
 from sweep.words import known
@@ -24,7 +24,7 @@ def update_measurement(store: Store, run_id: str | None, result: TrialResult, be
     with best_effort(f"the repeats of {result.name}"):
         logged = set(metrics_of(before))
         new = [value for value in metrics_of(result) if value not in logged]
-        write(store, run_id, metrics=[*new, *repeat_metrics_of(result.measurement)], tags=result_tags_of(result))
+        write_result_tags(store, run_id, result_tags_of(result), [*new, *repeat_metrics_of(result.measurement)])
     with best_effort(f"the result of {result.name}"), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
         write_json(result, path)

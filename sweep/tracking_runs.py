@@ -63,6 +63,13 @@ def write(
     )
 
 
+def write_result_tags(store: Store, run_id: str, tags: dict[str, str], metrics: Iterable[MetricValue] = ()) -> None:
+    """Tags of a result with its metrics. An empty `error` is written only where it clears one: the page shows it."""
+    if not tags.get("error") and "error" not in client(store.uri).get_run(run_id).data.tags:
+        tags = {name: value for name, value in tags.items() if name != "error"}
+    write(store, run_id, metrics=metrics, tags=tags)
+
+
 def write_dataset(store: Store, run_id: str, result: TrialResult) -> None:
     """The data set as MLflow's own input of the run; made from its description, the data are not read."""
     from mlflow.entities import Dataset, DatasetInput, InputTag

@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sweep.results import Outcome, TrialResult, to_dict
+from sweep.results import Comparison, Outcome, TrialResult, Verdict, to_dict
 from sweep.schema import plain
 from sweep.tracking_metrics import MetricValue, decision_metrics_of, metrics_of
 
@@ -32,6 +32,8 @@ __all__ = [
     "params_of",
     "plan_tags_of",
     "result_tags_of",
+    "sweep_metrics_of",
+    "sweep_tags_of",
     "without_password",
 ]
 
@@ -140,6 +142,20 @@ def decision_tags_of(result: TrialResult) -> dict[str, str]:
         tags["quality"] = decision.quality.verdict
     tags["disturbed"] = "; ".join(decision.disturbed)
     return _filled(tags) | {"reasons": ", ".join(decision.reasons)}
+
+
+def sweep_tags_of(comparisons: Sequence[Comparison]) -> dict[str, str]:
+    """The verdict on a sweep and the trial that it prefers; of all its comparisons where it has several."""
+    verdicts = dict.fromkeys(c.verdict for c in comparisons)
+    preferred = [c.preferred for c in comparisons if c.preferred]
+    return _filled({"verdict": ", ".join(verdicts), "preferred": ", ".join(preferred)})
+
+
+def sweep_metrics_of(comparisons: Sequence[Comparison]) -> dict[str, float]:
+    """How many trials were judged, and how many accepted; none without a comparison."""
+    verdicts = [decision.verdict for c in comparisons for decision in c.decisions]
+    accepted = verdicts.count(Verdict.accept.value)
+    return {"sweep/trials": len(verdicts), "sweep/accepted": accepted} if comparisons else {}
 
 
 def description_of(result: TrialResult) -> str:

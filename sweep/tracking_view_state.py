@@ -113,7 +113,7 @@ def _sections_and_charts(mode: str) -> tuple[list[dict[str, Any]], list[dict[str
                 "uuid": section,
                 "name": name,
                 "display": name not in CLOSED,
-                "isReordered": False,
+                "isReordered": True,  # its charts stay in the order given, what MLflow adds comes after them
                 "deleted": False,
                 "isGenerated": False,
                 "columns": columns,

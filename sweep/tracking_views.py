@@ -28,7 +28,7 @@ TAG = "mlflow.sharedViewState."
 NAME_LIMIT = 200
 #: Only views that carry this are replaced or removed. MLflow drops it when a person saves over one.
 OURS = {"made_by": "memory-sweep"}
-ALL_TRIALS, ALL_SWEEPS, ONE_SWEEP = "memory-trials", "memory-sweeps", "memory-sweep-"
+ALL_TRIALS, ALL_SWEEPS = "trials", "sweeps"
 #: The page offers up to 40 views to be saved; most are left to people.
 SWEEPS_KEPT = 10
 
@@ -49,10 +49,10 @@ def save_views(store: Store, run_id: str, label: str, mode: str) -> None:
     if understands_views(store):
         wanted[TAG + ALL_TRIALS] = _view("All trials", trials_state("tags.kind = 'trial'", ""))
         wanted[TAG + ALL_SWEEPS] = _view("All sweeps", sweeps_state("tags.kind = 'sweep'"))
-        wanted[TAG + ONE_SWEEP + run_id] = _view(label, trials_state(_trials_of(run_id), mode))
+        wanted[TAG + _key(run_id)] = _view(label, trials_state(_trials_of(run_id), mode))
         if tags.get(NOTE, NOTE_START).startswith(NOTE_START):
             wanted[NOTE] = _note(experiment, run_id, label)
-        for key in _outdated(tags, keep=SWEEPS_KEPT - 1, but=TAG + ONE_SWEEP + run_id):
+        for key in _outdated(tags, keep=SWEEPS_KEPT - 1, but=TAG + _key(run_id)):
             client(store.uri).delete_experiment_tag(experiment.experiment_id, key)
     for key, value in wanted.items():
         if not key.startswith(TAG) or (key not in tags or _is_ours(tags[key])):
@@ -65,8 +65,8 @@ def page_of(store: Store, run_id: str) -> str:
     The sweep's saved view where there is one, else its trials by a filter. Raises what MLflow raises.
     """
     experiment = client(store.uri).get_experiment(experiment_id(store))
-    if TAG + ONE_SWEEP + run_id in experiment.tags:
-        path = _path(experiment.experiment_id, {"viewStateShareKey": ONE_SWEEP + run_id, "compareRunsMode": "CHART"})
+    if TAG + _key(run_id) in experiment.tags:
+        path = _path(experiment.experiment_id, {"viewStateShareKey": _key(run_id)})
     else:
         path = _path(experiment.experiment_id, {"searchFilter": _trials_of(run_id)})
     return f"{store.shown}/{path}" if store.uri.startswith(SERVER_SCHEMES) else path
@@ -91,6 +91,11 @@ def understands_views(store: Store) -> bool:
     return found is not None and (int(found[1]), int(found[2])) >= FIRST_VERSION
 
 
+def _key(run_id: str) -> str:
+    """Short, for the address that a person copies from the terminal; only the latest sweeps have a view."""
+    return f"sweep-{run_id[:8]}"
+
+
 def _trials_of(run_id: str) -> str:
     return f"tags.`mlflow.parentRunId` = '{run_id}'"
 
@@ -113,15 +118,14 @@ def _is_ours(value: str) -> bool:
 
 def _outdated(tags: dict[str, str], keep: int, but: str) -> list[str]:
     """Views of earlier sweeps beyond the newest `keep`."""
-    ours = [k for k, v in tags.items() if k.startswith(TAG + ONE_SWEEP) and k != but and _is_ours(v)]
+    ours = [k for k, v in tags.items() if k.startswith(TAG + _key("")) and k != but and _is_ours(v)]
     ours.sort(key=lambda k: json.loads(tags[k]).get("createdAt", 0))
     return ours[:-keep] if len(ours) > keep else []
 
 
 def _note(experiment: Experiment, run_id: str, label: str) -> str:
     """The experiment's description, of which the page shows one line."""
-    charts = {"compareRunsMode": "CHART"}
-    latest = _path(experiment.experiment_id, {"viewStateShareKey": ONE_SWEEP + run_id, **charts})
+    latest = _path(experiment.experiment_id, {"viewStateShareKey": _key(run_id)})
     trials = _path(experiment.experiment_id, {"viewStateShareKey": ALL_TRIALS})
     sweeps = _path(experiment.experiment_id, {"viewStateShareKey": ALL_SWEEPS})
     return f"{NOTE_START}[latest sweep: {label}]({latest}) · [all sweeps]({sweeps}) · [all trials]({trials})"

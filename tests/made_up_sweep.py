@@ -7,6 +7,7 @@ show what they would show of a real model. They are no measurements.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,13 @@ def grid(count: int = 100) -> list[TrialResult]:
 
 
 def record(
-    store: Store, results: list[TrialResult], folder: Path, *, name: str = "gpt_tiny on cpu", budget: BudgetConf
+    store: Store,
+    results: list[TrialResult],
+    folder: Path,
+    *,
+    more: Sequence[Path] = (),
+    name: str = "gpt_tiny on cpu",
+    budget: BudgetConf,
 ) -> str:
     """As a session does it: every trial's run, the verdicts, the report. Returns the sweep's run id."""
     command = "python train.py -m 'strategy=glob(*)'"
@@ -51,13 +58,14 @@ def record(
         result.mlflow_run_id = None
         with start_trial(store, sweep, result, system_metrics=False) as run:
             run.log(result)
-    for group in by_comparison(results):
-        for result, decision in zip(group, conclude(group, budget, CAPACITY_MIB).decisions):
+    comparisons = [conclude(group, budget, CAPACITY_MIB) for group in by_comparison(results)]
+    for group, comparison in zip(by_comparison(results), comparisons):
+        for result, decision in zip(group, comparison.decisions):
             result.decision = decision
             update_decision(store, result.mlflow_run_id, result)
     report = write_report(results, budget, CAPACITY_MIB, folder, command=command)
-    files = [report.json_path, report.markdown_path, *report.plots]
-    close_sweep(store, sweep, report_markdown=describe(report), files=files)
+    files = [*report.files, *more]
+    close_sweep(store, sweep, report_markdown=describe(report), files=files, comparisons=comparisons)
     return sweep
 
 
