@@ -134,7 +134,7 @@ def _in_optimizer(group: list[_Trial], baseline: _Trial | None, known: list[_Tri
     words += _floor(lowest, known)
     best = _best_what_if(group)
     if best is not None:
-        words.append(_lower_by(*best, temporaries, parts_of(best[0].peak).get(NAMES[Category.parameter.value], 0.0)))
+        words.append(_lower_by(*best, parts_of(best[0].peak).get(NAMES[Category.parameter.value], 0.0)))
     return words
 
 
@@ -157,26 +157,26 @@ def _floor(lowest: _Trial, known: list[_Trial]) -> list[str]:
 
 
 def _best_what_if(group: list[_Trial]) -> tuple[_Trial, WhatIf] | None:
-    """The change that takes most off the group's peak, among those that make the optimizer's temporaries smaller."""
+    """The change that leads lowest from this peak, and the trial that it was predicted for."""
     found = [
         (t, w)
         for t in group
         for w in (t.result.prediction.what_if if t.result.prediction is not None else [])
         if w.saved_mib > 0
     ]
-    return max(found, key=lambda pair: pair[1].saved_mib, default=None)
+    return min(found, key=lambda pair: pair[1].allocated_mib, default=None)
 
 
-def _lower_by(trial: _Trial, change: WhatIf, temporaries: float, parameters: float) -> str:
+def _lower_by(trial: _Trial, change: WhatIf, parameters: float) -> str:
     fused = change.override.endswith("implementation=fused")
-    who = "A fused optimizer" if fused else "What would lower it"
+    who = f"A fused optimizer ({change.override})" if fused else f"Beside the strategies, {change.override}"
     off_phase = change.phase_saved_mib or change.saved_mib
     size = ""
     if fused and parameters and abs(off_phase - parameters) <= ONE_LIST * parameters:
         size = f", about one list of the parameters' size ({mib(parameters)})"
     elif fused and parameters:
         size = f" (the parameters take {mib(parameters)})"
-    start = f"{who} ({change.override}) is predicted to lower "
+    start = f"{who} is predicted to lower "
     to = f"to {mib(change.allocated_mib)}"
     if off_phase - change.saved_mib <= ONE_LIST * off_phase:
         return f"{start}the peak of {trial.result.name} by {mib(change.saved_mib)}{size}, {to}."

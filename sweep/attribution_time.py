@@ -166,8 +166,8 @@ def _trace_words(baseline: TrialResult, candidate: TrialResult) -> list[str]:
         if copies > 0:
             words.append("Copies run on this CPU itself, so none of their time can be hidden here.")
     if before is not None and before.operators and after.operators > 1.05 * before.operators:
-        launches = f"{after.operators} operators a step instead of {before.operators}"
-        words.append(f"The host calls {launches} ({count(after.micro_steps, 'micro-step')}; trace).")
+        micro = f"{count(after.micro_steps, 'micro-step')}; " if after.micro_steps > 1 else ""
+        words.append(f"The host calls {after.operators} operators a step instead of {before.operators} ({micro}trace).")
     return words
 
 

@@ -101,7 +101,7 @@ def small(found: Change) -> float:
 def residual_share(found: Change) -> str:
     """`12.0 MiB (3 % of the change)`."""
     share = f" ({percent(abs(found.residual / found.total))} of the change)" if found.total else ""
-    return f"{in_unit(found.residual, found.unit)}{share}"
+    return f"{in_unit(abs(found.residual), found.unit)}{share}"
 
 
 def verb(stem: str, evidence: str) -> str:

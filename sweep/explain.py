@@ -7,7 +7,10 @@ of the allocator is kept as well (it opens in https://pytorch.org/memory_viz).
 
 from __future__ import annotations
 
+import gzip
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -141,8 +144,12 @@ def _profiled(
                         torch.cuda.synchronize(device)  # else a step's kernels run on beside the next one's launches
                 profiler.step()
                 advance("profiler")
-    profiler.export_chrome_trace(str(path))
-    return read(load(path), STEP)
+    with tempfile.TemporaryDirectory() as temporary:
+        plain = Path(temporary) / "trace.json"
+        profiler.export_chrome_trace(str(plain))  # torch's own way to a .gz goes line by line and takes far longer
+        with plain.open("rb") as source, gzip.open(path, "wb") as target:
+            shutil.copyfileobj(source, target)
+        return read(load(plain), STEP)
 
 
 def _summary(reading: Reading, evidence: str, micro_steps: int) -> Trace:
