@@ -98,9 +98,12 @@ def _settle_study(config: DictConfig) -> str:
 
 def _check_search(config: Config) -> None:
     """Raise BadInput for what a search cannot do, before anything runs."""
-    if config.mode is Mode.predict:
+    if config.mode is not Mode.measure:
         raise BadInput(
-            "mode", "predict", "a search measures", "leave it out, or predict without one: -m 'strategy=glob(*)'"
+            "mode",
+            config.mode.value,
+            "a search measures",
+            "leave it out, or predict without one: -m 'strategy=glob(*)'",
         )
     if not config.measure.ledger and config.device.type != "cuda":
         raise BadInput("measure.ledger", False, "a search needs the peak of every trial", "leave it on")

@@ -48,6 +48,11 @@ class Display:
         if self._steps is not None:
             self._bars.update(self._steps, completed=done, total=total, what=what)
 
+    def predicting(self, what: str) -> None:
+        """What is predicted now, of a number that is not known beforehand."""
+        if self._steps is not None:
+            self._bars.update(self._steps, what=f"predicting {what}")
+
     def one_more(self) -> None:
         """A trial that was not counted in the beginning: the baseline that a sweep leaves out."""
         total = self._bars.tasks[0].total

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sweep.errors import BadInput
-from sweep.schema import Config, Granularity, Placement, SearchConf
+from sweep.schema import Config, Granularity, Mode, Placement, SearchConf
 
 
 def check(config: Config) -> None:
@@ -65,6 +65,22 @@ def check(config: Config) -> None:
     _at_least("measure.verify_steps", m.verify_steps, 1)
     _above_zero("measure.timeout_s", m.timeout_s)
     _check_search(config.search, w.global_batch_size)
+    if config.mode is Mode.diagnose:
+        _check_diagnosis(config)
+
+
+def _check_diagnosis(config: Config) -> None:
+    """A diagnosis looks at the baseline and predicts; what asks for more than that would be left out silently."""
+    if config.search.name is not None:
+        raise BadInput("search", config.search.name, "mode=diagnose searches for nothing", "leave one of the two out")
+    s = config.strategy
+    plain = s.checkpoint.granularity is Granularity.none and s.offload.placement is Placement.none
+    if s.name != "baseline" or not plain or s.micro_batch_size is not None:
+        name = s.name if s.name != "baseline" else "baseline, changed"
+        wrong = "mode=diagnose looks at the baseline, and predicts every kind of strategy beside it"
+        raise BadInput("strategy", name, wrong, "leave it out, or take mode=predict for this one")
+    if config.explain:
+        raise BadInput("explain", True, "mode=diagnose runs nothing that could be traced", "leave it out")
 
 
 def _check_search(s: SearchConf, global_batch_size: int) -> None:

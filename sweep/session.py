@@ -21,6 +21,8 @@ from rich.console import Console
 
 from sweep import tracking
 from sweep.decide import by_comparison, conclude
+from sweep.diagnose_job import diagnoses_in, print_all, run_diagnosis
+from sweep.diagnosis import Diagnosis
 from sweep.errors import EXIT_NOTHING_FEASIBLE, EXIT_OK
 from sweep.isolate import run_isolated
 from sweep.memory.device import resolve_device
@@ -30,7 +32,7 @@ from sweep.report import describe as describe_report
 from sweep.report_best import STATE
 from sweep.results import Comparison, Evidence, Outcome, Prediction, TrialResult, read_trial, write_json
 from sweep.rounds import in_own_process, repeat_in_turn
-from sweep.schema import Config, StrategyConf, TrackingConf, typed
+from sweep.schema import Config, Mode, StrategyConf, TrackingConf, typed
 from sweep.tracing import files_of, trace_chosen
 from sweep.trial import check_trial, describe, fixed_id, is_baseline, run_trial, save
 from sweep.trial_names import name_strategy, trial_name, without_search
@@ -93,6 +95,7 @@ class Session:
         if store is not None:
             tracking.initialise(store)
             tracking.reconcile(store)
+        if store is not None and config.mode is not Mode.diagnose:  # a diagnosis is one run by itself
             name = f"{config.workload.name} on {resolve_device(config.device).name}"
             tags = {"workload": config.workload.name, "mode": config.mode.value}
             params = {"overrides": " ".join(overrides)} if overrides else {}
@@ -134,6 +137,11 @@ class Session:
                 return self._trial(config, trial_name(config, overrides), folder, overrides)
             save(replace(done), folder)  # measured already, because an earlier candidate needed it
             return done
+
+    def diagnose(self, config: Config, folder: Path, overrides: Sequence[str]) -> Diagnosis:
+        """Say what fills the baseline's memory and what to try, by prediction. No trial is run."""
+        with self.display.trial(config.workload.name, what="predicting"):
+            return run_diagnosis(config, folder, overrides, self._store, self.display.predicting)
 
     def refuse(
         self, config: Config, folder: Path, overrides: Sequence[str], prediction: Prediction, reason: str
@@ -246,6 +254,9 @@ class Session:
         results = self.results()
         comparisons = self._judge(results) if results else []
         files, markdown = self._report(results) if results else ([], "")
+        diagnoses = diagnoses_in(self.folder, self.state.started_at) if not results else []
+        if diagnoses and not print_all(diagnoses, self.display.console):
+            Session.exit_code = EXIT_NOTHING_FEASIBLE
         if self._store is not None:
             tracking.close_sweep(
                 self._store,
@@ -305,12 +316,15 @@ class Session:
         return [path for path in found if path.is_file()]
 
 
-def run_job(cfg: DictConfig) -> TrialResult:
-    """What Hydra calls for each job: one trial, and before it the baseline where there is none yet."""
+def run_job(cfg: DictConfig) -> TrialResult | Diagnosis:
+    """What Hydra calls for each job: one trial, and before it the baseline where there is none yet; or a diagnosis."""
     hydra = HydraConfig.get()
     config = typed(cfg)
     session = Session.current or Session.attach(Path(hydra.sweep.dir).resolve(), config)
-    return session.run(config, Path(hydra.runtime.output_dir), list(hydra.overrides.task))
+    folder, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
+    if config.mode is Mode.diagnose:
+        return session.diagnose(config, folder, overrides)
+    return session.run(config, folder, overrides)
 
 
 def _state_of(folder: Path) -> State | None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from hydra.utils import get_class
 
+from sweep.diagnosis import lies_in_activations
 from sweep.findings import WhatIf
 from sweep.memory.device import resolve_device
 from sweep.predict import predict
@@ -31,8 +32,6 @@ log = logging.getLogger(__name__)
 WORTH_A_LINE = 0.01
 #: Reserved memory that no tensor is in, as a share of all: from here on fragmentation is called large.
 FRAGMENTED = 0.05
-#: From this share of the peak on, the activations and what forward and backward take beside them are what fills it.
-FROM_ACTIVATIONS = 0.25
 #: From this share of the peak on, the optimizer's state dominates enough to ask for an optimizer with less.
 DOMINATES = 0.2
 #: Temporaries of the optimizer's step that are worth a fused one, as a share of the peak.
@@ -79,14 +78,6 @@ def what_if(
         if at_peak_only:
             break
     return sorted(found, key=lambda w: -(w.saved_mib if w.saved_mib > 0 else w.reserved_saved_mib))
-
-
-def lies_in_activations(peak: Peak) -> bool:
-    """Whether a peak is what the strategies can lower: in forward or backward, and made of what these two take."""
-    if peak.phase == Phase.optimizer.value:
-        return False
-    spent = sum(peak.at_peak_mib.get(c.value, 0.0) for c in (Category.activation, Category.temporary))
-    return spent >= FROM_ACTIVATIONS * peak.mib
 
 
 def _predicted(change: _Change, data: DataSource | None) -> Prediction | None:

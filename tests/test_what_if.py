@@ -8,12 +8,13 @@ import pytest
 from made_up import peak
 from small_workloads import GPT, TOKENS, VIT, config, data_of
 
+from sweep.diagnosis import lies_in_activations
 from sweep.findings import WhatIf
 from sweep.predict import predict
 from sweep.results import Prediction
 from sweep.schema import Config, Dtype, Implementation, Mode, OptimizerName
 from sweep.trial import run_trial
-from sweep.what_if import lies_in_activations, what_if
+from sweep.what_if import what_if
 
 CARD = {"name": "card", "type": "cuda", "capacity_mib": 4000.0, "context_mib": 100.0, "compute_capability": "8.9"}
 #: One sample at a time of a model that is wide for its 16 tokens: the optimizer's step is the peak.
