@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from statistics import fmean
 
 from sweep.attribution_words import change, listed, residual_share, small
-from sweep.certainty import difference, drift_of
+from sweep.certainty import difference, drift_of, good_runs
 from sweep.findings import Change, Part, Trace
 from sweep.knobs import Knobs
 from sweep.results import Evidence, Measurement, Phase, TrialResult
@@ -32,17 +34,52 @@ LONG_RECOMPUTATION = 1.5
 def time_change(baseline: TrialResult, candidate: TrialResult) -> Change | None:
     """The change of the median step time by phase; None where one of the two was not timed.
 
-    A phase's time is its own, without the phases inside of it. Medians of phases do not add up to the median of the
-    steps: the residual is that, and nothing else, where the time outside of all phases was measured.
+    A phase's time is its own, without the phases inside of it. The total is that of the medians, which are what is
+    compared everywhere else; the parts are those of the typical step (see `Typical`), and the residual is what the
+    two differ by.
     """
-    old, new = baseline.measurement, candidate.measurement
-    if old is None or new is None or not old.phases_ms or not new.phases_ms:
+    if baseline.measurement is None or candidate.measurement is None:
         return None
+    old, new = Typical.of(baseline.measurement), Typical.of(candidate.measurement)
+    if not old.phases_ms or not new.phases_ms:
+        return None
+    noise = noise_ms(baseline.measurement, candidate.measurement)
     parts = _by_phase(baseline, candidate, old, new)
-    return change("ms", old.step_ms, new.step_ms, parts, noise_ms(old, new))
+    return change("ms", baseline.measurement.step_ms, candidate.measurement.step_ms, parts, noise)
 
 
-def _by_phase(baseline: TrialResult, candidate: TrialResult, old: Measurement, new: Measurement) -> list[Part]:
+@dataclass
+class Typical:
+    """The phases of a trial's typical step.
+
+    The mean over the middle half of all timed steps, by their length: it is as little moved by outliers as the median
+    is, and unlike medians of phases, means of the same steps add up. Where the phases of each step were not kept, the
+    medians of the phases.
+    """
+
+    phases_ms: dict[str, float]
+    outside_ms: float | None  # None: not known
+    how: str  # in words
+
+    @classmethod
+    def of(cls, m: Measurement) -> Typical:
+        runs = good_runs(m)
+        if not runs or any(not run.phase_times_ms for run in runs):
+            return cls(m.phases_ms, m.outside_ms, "median time")
+        steps = [
+            (step_ms, {phase: times[i] for phase, times in run.phase_times_ms.items()})
+            for run in runs
+            for i, step_ms in enumerate(run.step_times_ms)
+        ]
+        cut = len(steps) // 4
+        middle = sorted(steps, key=lambda step: step[0])[cut : len(steps) - cut]
+        names = dict.fromkeys(name for _, phases in middle for name in phases)
+        phases_ms = {name: fmean(phases.get(name, 0.0) for _, phases in middle) for name in names}
+        outside = fmean(step_ms - sum(phases.values()) for step_ms, phases in middle)
+        return cls(phases_ms, outside, "mean time over the middle half of the steps")
+
+
+def _by_phase(baseline: TrialResult, candidate: TrialResult, old: Typical, new: Typical) -> list[Part]:
     both = {**old.phases_ms, **new.phases_ms}
     delta = {phase: new.phases_ms.get(phase, 0.0) - old.phases_ms.get(phase, 0.0) for phase in both}
 
@@ -50,7 +87,7 @@ def _by_phase(baseline: TrialResult, candidate: TrialResult, old: Measurement, n
         was = sum(old.phases_ms.get(p, 0.0) for p in phases)
         now = sum(new.phases_ms.get(p, 0.0) for p in phases)
         word = "phase" if len(phases) == 1 else "phases"
-        return f"median time in {word} {', '.join(phases)}: {ms(was)} before, {ms(now)} after"
+        return f"{new.how} in {word} {', '.join(phases)}: {ms(was)} before, {ms(now)} after"
 
     parts = []
     for phase, name in ((Phase.recompute.value, RECOMPUTATION), (Phase.transfer.value, TRANSFER)):
@@ -74,12 +111,12 @@ def _by_phase(baseline: TrialResult, candidate: TrialResult, old: Measurement, n
         name = {data: DATA, Phase.optimizer.value: OPTIMIZER}.get(phase, phase)
         parts.append(Part(name, value, took(phase)))
     if old.outside_ms is not None and new.outside_ms is not None:
-        words = f"median time of a step outside of all phases: {ms(old.outside_ms)} before, {ms(new.outside_ms)} after"
+        words = f"{new.how} outside of all phases: {ms(old.outside_ms)} before, {ms(new.outside_ms)} after"
         parts.append(Part(OUTSIDE, new.outside_ms - old.outside_ms, words))
     return parts
 
 
-def _launches(before: Trace | None, after: Trace | None, old: Measurement, new: Measurement) -> Part | None:
+def _launches(before: Trace | None, after: Trace | None, old: Typical, new: Typical) -> Part | None:
     """Time in forward and backward when the device ran no kernel of theirs; None without traces of a GPU.
 
     The profiler slows the host down and not the kernels, so the kernels' time is taken from the trace and the phases'
@@ -88,9 +125,9 @@ def _launches(before: Trace | None, after: Trace | None, old: Measurement, new: 
     if before is None or after is None or not before.device_ms or not after.device_ms:
         return None
 
-    def idle(trace: Trace, m: Measurement) -> float:
+    def idle(trace: Trace, step: Typical) -> float:
         passes = (Phase.forward.value, Phase.backward.value)
-        return sum(max(0.0, m.phases_ms.get(p, 0.0) - trace.device_ms.get(p, 0.0)) for p in passes)
+        return sum(max(0.0, step.phases_ms.get(p, 0.0) - trace.device_ms.get(p, 0.0)) for p in passes)
 
     was, now = idle(before, old), idle(after, new)
     words = f"time in forward and backward without kernels of theirs, by the traces: {ms(was)} before, {ms(now)} after"
@@ -147,7 +184,7 @@ def time_words(baseline: TrialResult, candidate: TrialResult, found: Change) -> 
     if listed(found):
         words.append(f"By part: {listed(found)}.")
     if abs(found.residual) > small(found):
-        words.append(f"{residual_share(found)} belong to no part, since medians do not add up exactly.")
+        words.append(f"{residual_share(found)} belong to no part: the total is that of medians, which do not add up.")
     return [*words, *_trace_words(baseline, candidate)]
 
 
@@ -216,5 +253,6 @@ def time_findings(baseline: TrialResult, candidate: TrialResult, found: Change) 
     for result in (baseline, candidate):
         disturbed = result.decision.disturbed if result.decision is not None else []
         if disturbed:
-            words.append(f"the times of {result.name} may not be its own: {'; '.join(disturbed)}")
+            more = f" (and {len(disturbed) - 1} more)" if len(disturbed) > 1 else ""
+            words.append(f"the times of {result.name} may not be its own: {disturbed[0]}{more}")
     return words

@@ -35,7 +35,6 @@ class Run:
     started_at: str  # ISO 8601, UTC
     step_times_ms: list[float] = field(default_factory=list)
     phases_ms: dict[str, float] = field(default_factory=dict)  # median over the timed steps
-    outside_ms: float | None = None  # median time of a step outside of all phases
     train_loss: list[float] = field(default_factory=list)  # one value per optimizer step, warm-up included
     eval_loss_before: float | None = None
     eval_loss: float | None = None  # held-out loss after the last step; None: this seed was evaluated before
@@ -47,6 +46,7 @@ class Run:
     at_end: bool = False  # the baseline's last, after all other trials of the comparison: it gives the drift
     conditions: Conditions | None = None
     error: str = ""  # why it did not come to its end; its times then do not count
+    phase_times_ms: dict[str, list[float]] = field(default_factory=dict)  # of each step, parallel to step_times_ms
 
 
 @dataclass

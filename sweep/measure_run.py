@@ -107,7 +107,7 @@ def timed_run(
         strategy.require_moved()
         run.step_times_ms = [step_ms for step_ms, _ in times]
         run.phases_ms = _medians([by_phase for _, by_phase in times])
-        run.outside_ms = statistics.median(step_ms - sum(by_phase.values()) for step_ms, by_phase in times)
+        run.phase_times_ms = {name: [by_phase.get(name, 0.0) for _, by_phase in times] for name in run.phases_ms}
         run.to_host_mib = strategy.moved.to_host_bytes / MIB / len(times)
         run.from_host_mib = strategy.moved.from_host_bytes / MIB / len(times)
         run.eval_loss = evaluate(workload, m, strategy.micro_batch_size)

@@ -45,12 +45,21 @@ def summary(config: Config, runs: list[Run], peak: Peak | None) -> Measurement:
         measurement.peak_allocated_mib = peak.mib
     names = sorted({name for run in good for name in run.phases_ms})
     measurement.phases_ms = {n: statistics.median(run.phases_ms.get(n, 0.0) for run in good) for n in names}
-    outside = [run.outside_ms for run in good if run.outside_ms is not None]
+    outside = [t for run in good for t in outside_of_phases(run)]
     measurement.outside_ms = statistics.median(outside) if outside else None
     measurement.train_loss = list(first.train_loss)
     measurement.eval_loss_before, measurement.eval_loss = first.eval_loss_before, first.eval_loss
     measurement.to_host_mib, measurement.from_host_mib = first.to_host_mib, first.from_host_mib
     return measurement
+
+
+def outside_of_phases(run: Run) -> list[float]:
+    """For each timed step, the ms that belong to no phase; [] where the phases of each step are not known."""
+    if not run.phase_times_ms:
+        return []
+    return [
+        step_ms - sum(times[i] for times in run.phase_times_ms.values()) for i, step_ms in enumerate(run.step_times_ms)
+    ]
 
 
 def evidence_of(on_cuda: bool, warmup_steps: int, timed_steps: int, repeats: int) -> Evidence:

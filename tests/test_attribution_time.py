@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from sweep.attribution import explain_pair
-from sweep.attribution_time import micro_steps, noise_ms, time_change
-from sweep.findings import Change, Difference, Explanation, Trace
+from sweep.attribution_time import Typical, micro_steps, noise_ms, time_change
+from sweep.findings import Change, Difference, Explanation, Run, Trace
 from sweep.results import Decision, TrialResult
 from tests.made_up import prediction, trial
 
@@ -73,6 +73,38 @@ def test_each_part_says_what_it_rests_on() -> None:
     assert part.words == "median time in phase recompute: 0 ms before, 28.0 ms after"
     more = time_of(timed("micro_batch", PHASES | {"backward": 90.0})).parts[0]
     assert more.words.startswith("4 micro-steps instead of 1; median time in phases forward, backward, data: 91.0 ms")
+
+
+def test_parts_are_means_over_the_middle_half_of_the_steps_and_add_up_where_medians_do_not() -> None:
+    """Forward is long where backward is short: the medians of the two together are far from the median of the steps."""
+
+    def run(slow: float) -> Run:
+        forward, backward = [30.0, 40.0, 50.0, 31.0, 300.0], [b + slow for b in (70.0, 50.0, 41.0, 60.0, 900.0)]
+        steps = [f + b + 1.0 for f, b in zip(forward, backward)]
+        return Run(0, 0, "", steps, {"forward": 40.0, "backward": 60.0},
+                   phase_times_ms={"forward": forward, "backward": backward})  # fmt: skip
+
+    trials = []
+    for name, slow in (("baseline", 0.0), ("checkpoint", 10.0)):
+        times = run(slow).step_times_ms
+        trials.append(timed(name, PHASES, step_ms=sorted(times)[2], measure={"runs": [run(slow)]}))
+    measured = trials[0].measurement
+    assert measured is not None
+    typical = Typical.of(measured)
+    # 91, 92, 92, 101 and 1201 ms: the middle are the 92, 92 and 101 ms.
+    assert typical.phases_ms == pytest.approx({"forward": (31 + 50 + 30) / 3, "backward": (60 + 41 + 70) / 3})
+    assert typical.outside_ms == pytest.approx(1.0)
+    found = time_of(trials[1], trials[0])
+    assert found.total == pytest.approx(found.residual + sum(part.value for part in found.parts))
+    assert found.total == found.parts[0].value == 10.0 and found.residual == 0
+    assert found.parts[0].words.startswith("mean time over the middle half of the steps in phases forward, backward")
+
+
+def test_a_run_with_an_error_does_not_count_for_the_typical_step() -> None:
+    good = Run(0, 0, "", [10.0, 10.0], phase_times_ms={"forward": [9.0, 9.0]})
+    bad = Run(1, 0, "", [99.0], phase_times_ms={"forward": [98.0]}, error="crashed")
+    found = timed("checkpoint", PHASES, measure={"runs": [good, bad]}).measurement
+    assert found is not None and Typical.of(found).phases_ms == {"forward": 9.0}
 
 
 def test_micro_steps_are_counted_from_the_config_with_the_last_one_shorter() -> None:
