@@ -8,7 +8,7 @@ from sweep.report_data import Section
 from sweep.report_quality import seeds_words
 from sweep.report_rows import Row
 from sweep.report_times import noisy_words
-from sweep.report_words import evidence_line, prediction_summary, says, sentence
+from sweep.report_words import evidence_line, prediction_summary, says
 from sweep.words import count, error, ms, number, percent
 
 
@@ -21,7 +21,7 @@ def hold(section: Section) -> Answer:
         points.append(("Seeds:", seeds_words(section)))
         points.append(("Same computation:", equality_words(section)))
     points.append(("Predicted peaks:", prediction_summary(section)))
-    blocks: list[Block] = [Points([(lead, sentence(words)) for lead, words in points])]
+    blocks: list[Block] = [Points([(lead, says(section, words)) for lead, words in points])]
     if section.survival:
         items = [("", says(section, line)) for line in section.survival]
         blocks.append(Points(items, USEFUL, "Under other budgets"))

@@ -9,14 +9,12 @@ from matplotlib.figure import Figure
 
 from sweep.quality import Curves, curves
 from sweep.report_data import Section
-from sweep.report_plots_style import colour, note, short
+from sweep.report_plots_style import colour, line_style, note, short
 from sweep.report_rows import Row
 from sweep.words import EVIDENCE_SHORT, count
 
 #: Beyond this many candidates lines and names cannot be told apart; shown are the preferred and the worst in loss.
 MOST_CURVES = 12
-#: Line styles, so that equal curves and like colours can be told apart.
-_STYLES = ("-", "--", "-.", ":")
 
 
 def losses(section: Section) -> Figure | None:
@@ -64,7 +62,7 @@ def _most(section: Section, found: list[tuple[Row, Curves]]) -> list[tuple[Row, 
 
 
 def _draw_curves(axes: Axes, section: Section, found: Sequence[tuple[Row, Curves]], base: Curves | None) -> None:
-    for i, (row, c) in enumerate(found):
+    for row, c in found:
         steps = range(1, len(c.mean) + 1)
         if c is base:
             # Below all others and thick, so that a curve that is equal can be seen on it.
@@ -77,7 +75,7 @@ def _draw_curves(axes: Axes, section: Section, found: Sequence[tuple[Row, Curves
                 words = f"{name}, 1 seed"
                 axes.plot(steps, c.mean, color="black", linewidth=5, alpha=0.25, label=words, zorder=1)
             continue
-        width, style = (2.2, "-") if row is section.preferred else (1.2, _STYLES[i % len(_STYLES)])
+        width, style = (2.2, "-") if row is section.preferred else (1.2, line_style(section, row))
         words = short(row.name) + (" (preferred)" if row is section.preferred else "")
         axes.plot(steps, c.mean, style, color=colour(section, row), linewidth=width, label=words, zorder=2)
     axes.set_xlabel("optimizer step, warm-up included")
@@ -93,11 +91,11 @@ def _draw_differences(axes: Axes, section: Section, found: Sequence[tuple[Row, C
         high = [a - b for a, b in zip(base.high, base.mean)]
         axes.fill_between(range(1, len(base.mean) + 1), low, high, color="black", alpha=0.18, linewidth=0)
     axes.axhline(0, color="black", linewidth=4 if len(base.seeds) == 1 else 1, alpha=0.25)
-    for i, (row, c) in enumerate(found):
+    for row, c in found:
         if c is base:
             continue
         values = [a - b for a, b in zip(c.mean, base.mean)]
-        width, style = (2.2, "-") if row is section.preferred else (1.2, _STYLES[i % len(_STYLES)])
+        width, style = (2.2, "-") if row is section.preferred else (1.2, line_style(section, row))
         axes.plot(range(1, len(values) + 1), values, style, color=colour(section, row), linewidth=width)
     axes.set_ylabel("less the baseline's", fontsize=9)
     axes.set_xlabel("optimizer step, warm-up included")

@@ -9,6 +9,7 @@ from sweep.words import count
 
 #: Okabe and Ito's palette, which the colour-blind can tell apart.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
+LINES = ("-", "--", "-.", ":")
 CATEGORY_COLOURS = {
     Category.parameter.value: "#0072B2",
     Category.buffer.value: "#999999",
@@ -24,8 +25,17 @@ FAR = 2.5
 
 def colour(section: Section, row: Row) -> str:
     """A trial's colour, the same in every picture."""
-    index = next(i for i, other in enumerate(section.rows) if other is row)
-    return COLOURS[index % len(COLOURS)]
+    return COLOURS[_index(section, row) % len(COLOURS)]
+
+
+def line_style(section: Section, row: Row) -> str:
+    """A trial's kind of line: neighbours differ, and so do those of one colour."""
+    index = _index(section, row)
+    return LINES[(index + index // len(COLOURS)) % len(LINES)]
+
+
+def _index(section: Section, row: Row) -> int:
+    return next(i for i, other in enumerate(section.rows) if other is row)
 
 
 def short(name: str, most: int = 34) -> str:
