@@ -53,7 +53,7 @@ def diagnose(config: Config, words: Sequence[str] = (), *, progress: Progress = 
         )
     else:
         facts = _facts(config, data, baseline, progress)
-        facts.words = [w for w in words if w.lstrip("+~").partition("=")[0] not in ("mode", "strategy", "compare")]
+        facts.words = [w for w in words if not w.lstrip("+~").startswith(("mode=", "strategy", "compare="))]
         kind, sentence = answer(facts)
         found = Diagnosis(kind, sentence, fit_lines(facts), facts, order(facts), feasible(facts), _notes(facts))
     found.workload, found.device, found.started_at = config.workload.name, config.device.name, now

@@ -254,7 +254,7 @@ class Session:
         results = self.results()
         comparisons = self._judge(results) if results else []
         files, markdown = self._report(results) if results else ([], "")
-        diagnoses = diagnoses_in(self.folder, self.state.started_at) if not results else []
+        diagnoses = diagnoses_in(self.folder, self.state.started_at)
         if diagnoses and not print_all(diagnoses, self.display.console):
             Session.exit_code = EXIT_NOTHING_FEASIBLE
         if self._store is not None:
