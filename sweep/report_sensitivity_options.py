@@ -64,7 +64,7 @@ def _part(axis: Axis, text: str) -> set[float | None]:
     ends = text.split(":")
     if len(ends) != 3:
         raise BadInput(key, text, "is no range", f"write START:STOP:STEP, such as {_example(axis)}")
-    start, stop, step = (_number(axis, end) for end in ends)
+    start, stop, step = _number(axis, ends[0]), _number(axis, ends[1]), _decimal(axis, ends[2])
     if step <= 0 or stop < start:
         wrong = "has a step that is not above zero" if step <= 0 else "ends before it starts"
         raise BadInput(key, text, wrong, f"write START:STOP:STEP, such as {_example(axis)}")
@@ -75,6 +75,13 @@ def _part(axis: Axis, text: str) -> set[float | None]:
 
 
 def _number(axis: Axis, text: str) -> Decimal:
+    value = _decimal(axis, text)
+    if value < 0 or (value == 0 and axis is MEMORY):
+        raise BadInput(option(axis.key), text, "is not above zero", "give a positive number, or none for no limit")
+    return value
+
+
+def _decimal(axis: Axis, text: str) -> Decimal:
     """Decimal, so that 0.7:0.9:0.1 ends at 0.9 and 0.8 is 0.8."""
     key = option(axis.key)
     try:
@@ -83,8 +90,6 @@ def _number(axis: Axis, text: str) -> Decimal:
         raise BadInput(key, text or "''", "is no number", f"give numbers, such as {_example(axis)}, or none") from None
     if not value.is_finite() or not math.isfinite(float(value)):
         raise BadInput(key, text, "is not finite", "give a number, or none for no limit")
-    if value < 0 or (value == 0 and axis is MEMORY):
-        raise BadInput(key, text, "is not above zero", "give a positive number, or none for no limit")
     return value
 
 

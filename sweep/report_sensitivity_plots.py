@@ -24,6 +24,8 @@ from sweep.words import EVIDENCE_SHORT, count, mib
 #: Okabe and Ito's palette without its black, which the colour-blind can tell apart; hatches beyond seven.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 _HATCHES = ("", "..", "xx", "++", "oo")
+#: More names than this would take the room of the picture.
+_MOST_NAMES = 15
 #: A cap beyond this many times the largest peak would squeeze everything else together.
 _FAR = 2.0
 #: Edges nearer to each other than this share of an axis are not all labelled.
@@ -100,6 +102,7 @@ class _Styles:
         used = {a.preferred_index for a in areas} | {span.answer.preferred_index for span in s.spans(MEMORY)}
         order = [i for i in range(len(s.results)) if i in used]
         self.names = {i: s.results[i].name for i in order}
+        self.sizes: dict[int, float] = {}  # drawn, as a share of the panels
         self._place = {i: n for n, i in enumerate(order)}
 
     def of(self, index: int | None) -> dict[str, str]:
@@ -110,8 +113,18 @@ class _Styles:
         return {"facecolor": _COLOURS[n % len(_COLOURS)], "hatch": hatch, "edgecolor": "white"}
 
     def handles(self) -> dict[str, Artist]:
-        found: dict[str, Artist] = {_short(name): Patch(**self.of(i)) for i, name in self.names.items()}  # type: ignore[arg-type]
-        return found | {"nothing is accepted": Patch(**self.of(None))}  # type: ignore[arg-type]
+        """The largest regions first; where there are many trials, the rest are counted."""
+        named = sorted(self.names, key=lambda i: -self.sizes.get(i, 0.0))
+        shown = sorted(named[:_MOST_NAMES])
+        found: dict[str, Artist] = {
+            _short(self.names[i]): Patch(**self.of(i))  # type: ignore[arg-type]
+            for i in shown
+        }
+        found["nothing is accepted"] = Patch(**self.of(None))  # type: ignore[arg-type]
+        if len(named) > len(shown):
+            more = count(len(named) - len(shown), "smaller region")
+            found[f"{more}: see sensitivity.json"] = Line2D([], [], linestyle="")
+        return found
 
 
 def _panel(axes: Axes, found: Survey, y: Axis, styles: _Styles, handles: dict[str, Artist]) -> None:
@@ -186,6 +199,9 @@ def _rectangle(axes: Axes, area: Area, across: _Window, upright: _Window, styles
     x_low, x_high = across.clip(area.x_low), across.clip(area.x_high)
     y_low, y_high = upright.clip(area.y_low), upright.clip(area.y_high)
     if x_high > x_low and y_high > y_low:
+        if area.preferred_index is not None:
+            share = (x_high - x_low) * (y_high - y_low) / (across.high - across.low) / (upright.high - upright.low)
+            styles.sizes[area.preferred_index] = styles.sizes.get(area.preferred_index, 0.0) + share
         style = styles.of(area.preferred_index)
         axes.add_patch(Rectangle((x_low, y_low), x_high - x_low, y_high - y_low, linewidth=0.6, **style))  # type: ignore[arg-type]
 
