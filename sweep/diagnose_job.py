@@ -41,9 +41,13 @@ def run_diagnosis(
 
 def diagnoses_in(folder: Path, since: str) -> list[Diagnosis]:
     """Those that were made below a folder since a time (ISO 8601), in the order of their jobs."""
-    paths = sorted(folder.glob(f"**/{JSON}"), key=lambda path: path.stat().st_mtime_ns)
-    found = [from_dict(Diagnosis, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
-    return [d for d in found if d.started_at >= since]
+    found = []
+    for path in sorted(folder.glob(f"**/{JSON}"), key=lambda path: path.stat().st_mtime_ns):
+        diagnosis = from_dict(Diagnosis, json.loads(path.read_text(encoding="utf-8")))
+        # The artifacts of its run are a copy, and may lie below the same folder.
+        if diagnosis.started_at >= since and Path(diagnosis.folder).resolve() == path.parent.resolve():
+            found.append(diagnosis)
+    return found
 
 
 def print_all(found: list[Diagnosis], console: Console) -> bool:

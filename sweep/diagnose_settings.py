@@ -21,7 +21,7 @@ from sweep.diagnosis import (
     Facts,
     Setting,
 )
-from sweep.errors import BadInput
+from sweep.errors import BadInput, NothingOffloaded
 from sweep.outcomes import one_line
 from sweep.predict import predict
 from sweep.results import Prediction
@@ -93,6 +93,10 @@ class Settings:
         self.progress(name)
         try:
             p = predict(config, self.data)
+        except NothingOffloaded:
+            o = config.strategy.offload
+            found.why_not = f"offload would move nothing, with no saved tensor of {o.min_tensor_kib:g} KiB or more"
+            return found
         except Exception as error:  # a strategy that this model cannot take is told as one that does not apply
             found.why_not = one_line(error)
             return found
