@@ -240,6 +240,13 @@ def test_the_text_begins_with_the_answer_and_fits(width: int, device: dict[str, 
         assert words in sentences
 
 
+def test_a_command_is_feasible_where_one_of_its_workloads_is() -> None:
+    console = Console(file=io.StringIO())
+    no = Diagnosis("not known", "Not known.", [], None, feasible=False, error="CannotPredict: why", folder="nowhere")
+    assert not print_all([no, no], console)
+    assert print_all([no, replace(no, feasible=True)], console)
+
+
 def test_a_terminal_without_unicode() -> None:
     found = diagnose(configured(LONG))
     found.folder = "nowhere"
