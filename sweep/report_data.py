@@ -15,7 +15,8 @@ from sweep.report_notes import best_note, budget_note
 from sweep.report_rows import Row
 from sweep.results import Comparison, TrialResult, to_dict
 from sweep.schema import BudgetConf, MinEvidence, plain
-from sweep.sensitivity import survival_words
+from sweep.sensitivity import survival_of
+from sweep.sensitivity_ranges import Sensitivity
 
 SCHEMA_VERSION = 1
 
@@ -29,6 +30,7 @@ class Section:
     results: list[TrialResult]
     why: list[str] = field(default_factory=list)  # what the trials have in common and where they differ, in sentences
     survival: list[str] = field(default_factory=list)  # whether the choice would survive other budgets
+    sensitivity: Sensitivity | None = None  # of all trials, those that are not shown included
     notes: list[str] = field(default_factory=list)  # what is left out, and what is not as it seems; whole sentences
 
     @property
@@ -160,7 +162,8 @@ def build(
         why = _explanations(group, comparison)
         rows = [Row.of(r, d, e) for r, d, e in zip(group, comparison.decisions, why)]
         section = Section(comparison, rows, group, explain_comparison(group, comparison.preferred_index))
-        section.survival = survival_words(whole, budget, capacity_mib)
+        section.sensitivity = Sensitivity(whole, budget, capacity_mib)
+        section.survival = survival_of(section.sensitivity)
         notes = (best_note(len(group), len(whole)), budget_note(whole, budget, folder))
         section.notes = [note for note in notes if note]
         sections.append(section)

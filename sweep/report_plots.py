@@ -17,6 +17,7 @@ from sweep.report_plots_loss import losses
 from sweep.report_plots_style import CATEGORY_COLOURS, FAR, colour, short
 from sweep.report_plots_why import changes
 from sweep.report_rows import Row
+from sweep.report_sensitivity_plots import budgets
 from sweep.report_words import CATEGORY_WORDS
 from sweep.results import Evidence
 from sweep.words import mib
@@ -233,4 +234,5 @@ PICTURES: dict[str, Callable[[Section], Figure | None]] = {
     "peak_change": lambda section: changes(section, "peak"),
     "time_change": lambda section: changes(section, "time"),
     "loss": losses,
+    "budgets": budgets,
 }

@@ -135,7 +135,8 @@ def _cell_data(keys: tuple[str, ...], cell: Cell) -> dict[str, Any]:
 
 def survey(results: list[TrialResult], budget: BudgetConf, capacity_mib: float | None, asked: Asked) -> list[Survey]:
     """One survey per comparison. budget, capacity_mib: the sweep's own; what is not asked about stays as it is."""
-    return [_survey(group, budget, capacity_mib, asked) for group in by_comparison(results)]
+    groups = [sorted(group, key=lambda r: not r.is_baseline) for group in by_comparison(results)]
+    return [_survey(group, budget, capacity_mib, asked) for group in groups]
 
 
 def _survey(results: list[TrialResult], budget: BudgetConf, capacity_mib: float | None, asked: Asked) -> Survey:

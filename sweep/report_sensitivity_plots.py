@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
+from sweep.report_data import Section
 from sweep.report_sensitivity import FLOORS, GATES, Survey
 from sweep.sensitivity import shown
 from sweep.sensitivity_ranges import MEMORY, THROUGHPUT_RATIO, Area, Axis
@@ -57,6 +58,14 @@ def draw(found: Survey, path: Path) -> list[Path]:
     """Draw one comparison into `path`; returns it."""
     FigureCanvasAgg(picture(found)).print_png(str(path))
     return [path]
+
+
+def budgets(section: Section) -> Figure | None:
+    """The same for a sweep's own report; None where no memory cap changes the choice."""
+    s = section.sensitivity
+    if s is None or len({span.answer.preferred_index for span in s.spans(MEMORY)}) < 2 or len(s.results) < 2:
+        return None
+    return picture(Survey(section.title, s, [], []))
 
 
 def picture(found: Survey) -> Figure:
@@ -103,7 +112,9 @@ class _Styles:
         order = [i for i in range(len(s.results)) if i in used]
         self.names = {i: s.results[i].name for i in order}
         self.sizes: dict[int, float] = {}  # drawn, as a share of the panels
-        self._place = {i: n for n, i in enumerate(order)}
+        # Where there are colours for all, a trial has the one that it has in every other picture.
+        few = len(s.results) <= len(_COLOURS)
+        self._place = {i: i if few else n for n, i in enumerate(order)}
 
     def of(self, index: int | None) -> dict[str, str]:
         if index is None:

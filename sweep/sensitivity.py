@@ -34,9 +34,12 @@ def survival_words(results: list[TrialResult], budget: BudgetConf, capacity_mib:
     results: the trials of one comparison (one `fixed_id`, else ValueError), at least one. capacity_mib: of the device;
     the cap where the budget names none.
     """
-    asked = Sensitivity(results, budget, capacity_mib)
-    lines = [words_of(asked, axis, asked.spans(axis)) for axis in axes_of(asked)]
-    return lines + caveats(asked)
+    return survival_of(Sensitivity(results, budget, capacity_mib))
+
+
+def survival_of(asked: Sensitivity) -> list[str]:
+    """The same of what was asked about already."""
+    return [words_of(asked, axis, asked.spans(axis)) for axis in axes_of(asked)] + caveats(asked)
 
 
 def axes_of(asked: Sensitivity) -> list[Axis]:

@@ -160,7 +160,14 @@ def test_report_json_has_the_numbers_of_the_results(tmp_path: Path) -> None:
     assert row["predicted"]["evidence"] == "predicted"
     assert sum(row["at_peak_mib"].values()) == pytest.approx(128.0)
     assert (data["preferred"], data["verdict"], data["evidence"]) == ("micro_batch", "accept", "measured")
-    assert data["plots"] == ["pareto.png", "at_peak.png", "peak_change.png", "time_change.png", "loss.png"]
+    assert data["plots"] == [
+        "pareto.png",
+        "at_peak.png",
+        "peak_change.png",
+        "time_change.png",
+        "loss.png",
+        "budgets.png",
+    ]
     assert data["baseline"]["reasons"] == ["over_memory"]
 
 
@@ -364,11 +371,18 @@ def test_the_pictures_are_drawn_for_what_there_is_data_for(tmp_path: Path) -> No
         for path in report.plots:
             assert path.parent == folder
             assert path.read_bytes().startswith(b"\x89PNG")
-    assert drawn["cpu"] == ["pareto.png", "at_peak.png", "peak_change.png", "time_change.png", "loss.png"]
-    assert drawn["predicted"] == ["at_peak.png", "peak_change.png"]
+    assert drawn["cpu"] == [
+        "pareto.png",
+        "at_peak.png",
+        "peak_change.png",
+        "time_change.png",
+        "loss.png",
+        "budgets.png",
+    ]
+    assert drawn["predicted"] == ["at_peak.png", "peak_change.png", "budgets.png"]
     assert drawn["one trial"] == ["pareto.png", "at_peak.png"]
     assert drawn["all out of memory"] == []
-    assert len(drawn["two workloads"]) == 10
+    assert len(drawn["two workloads"]) == 12
 
 
 def test_the_pareto_picture_shows_cap_baseline_preferred_and_what_did_not_run(tmp_path: Path) -> None:

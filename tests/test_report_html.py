@@ -100,7 +100,7 @@ def test_pictures_of_two_workloads_lie_in_their_own_article(tmp_path: Path) -> N
     results = sweep_over_seeds() + [dataclasses.replace(r, fixed_id="f2", workload="vit") for r in sweep_over_seeds()]
     report = write_report(results, BudgetConf(), None, tmp_path)
     articles = report.html_path.read_text(encoding="utf-8").split("<article>")[1:]
-    assert [a.count("<img ") for a in articles] == [5, 5]
+    assert [a.count("<img ") for a in articles] == [6, 6]
 
 
 def test_nothing_that_a_user_wrote_becomes_markup(tmp_path: Path) -> None:
