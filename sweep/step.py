@@ -18,7 +18,6 @@ from torch import Tensor
 from sweep.results import Phase
 from sweep.workload import Batch, Workload, to_device
 
-
 #: Details of Phase.transfer: which way the bytes go.
 TO_HOST, FROM_HOST = "to host", "from host"
 
