@@ -25,7 +25,7 @@ def hold(section: Section) -> Answer:
     if section.survival:
         items = [("", says(section, line)) for line in section.survival]
         blocks.append(Points(items, USEFUL, "Under other budgets"))
-    blocks.append(Picture("sensitivity", "Which trial is preferred under which budget"))
+    blocks.append(Picture("budgets", "Which trial is preferred under which budget"))
     return Answer("Does it hold?", blocks)
 
 
@@ -34,7 +34,8 @@ def evidence_words(section: Section) -> str:
     measured = [r.measurement for r in section.results if r.measurement is not None]
     if not measured:
         return f"{words} 0 of {count(len(section.rows), 'trial')} ran."
-    m = max(measured, key=lambda m: len(m.runs) or m.repeats)
+    # The baseline has one repeat more, for the drift.
+    m = min(measured, key=lambda m: len(m.runs) or m.repeats)
     runs = [run for run in m.runs if not run.error]
     repeats = len(runs) or m.repeats
     how = ""
@@ -96,9 +97,13 @@ def drift_words(drift: Drift | None) -> str:
 
 def disturbed_words(section: Section) -> str:
     """Whose times may not be their own."""
-    disturbed = [(r.name, r.disturbed) for r in section.rows if r.disturbed]
+    disturbed = [r for r in section.rows if r.disturbed]
     if disturbed:
-        return "; ".join(f"{name}: {', '.join(words)}" for name, words in disturbed)
+        told = [
+            f"{r.name} ({r.disturbed[0]}{f'; and {len(r.disturbed) - 1} more' if len(r.disturbed) > 1 else ''})"
+            for r in disturbed
+        ]
+        return f"{len(disturbed)} of {count(len(section.rows), 'trial')}: {', '.join(told)}"
     observed = sum(run.conditions is not None for r in section.results if r.measurement for run in r.measurement.runs)
     if not observed:
         return "not known: the machine was not observed (0 readings)"

@@ -55,9 +55,12 @@ def _told(row: Row) -> Text:
 def finding_lines(section: Section) -> list[tuple[str, str]]:
     """Names of trials and a finding, the preferred trial's first; what differs in its numbers alone is told once."""
     rows = sorted(section.candidates, key=lambda r: r is not section.preferred)
+    disturbed = [words for row in section.rows for words in row.disturbed]  # told where it is asked what disturbed
     found: dict[str, tuple[str, list[str]]] = {}
     for row in rows:
         for line in row.explanation.findings if row.explanation is not None else []:
+            if any(words in line for words in disturbed):
+                continue
             alike = re.sub(r"\d[\d.]*", "#", line.replace(row.name, "*"))
             found.setdefault(alike, (line, []))[1].append(row.name)
     return [(names[0] + _alike(names[1:]), line) for line, names in found.values()]
@@ -129,6 +132,19 @@ def signed(value: float) -> str:
     return number(value) if value <= 0 or number(value) in ("0", "0.00") else f"+{number(value)}"
 
 
+#: What the files of a trace are.
+_KINDS = {
+    "trace.json.gz": "trace",
+    "memory_timeline.png": "picture of the memory",
+    "memory_timeline.json": "memory over a step",
+    "memory_snapshot.pickle": "allocator's snapshot",
+}
+
+
+def _paths(row: Row, files: list[str]) -> list[Path]:
+    return [Path(row.folder) / name for name in files]
+
+
 def _traces(section: Section) -> list[Block]:
     """The traces that were taken: shares of a step, and the files."""
     traced = [r for r in section.rows if r.trace is not None]
@@ -144,13 +160,14 @@ def _traces(section: Section) -> list[Block]:
     header = ["traced", "step under the profiler", *names, "operators per step"]
     title = "Shares of a step under the profiler, which slows it down"
     grid = Grid(header, lines, rank=DETAIL, title=title)
-    files = [
-        (f"trace of {row.name}", str(Path(shown_path(Path(row.folder))) / name))
-        for row in traced
-        if row.trace is not None
-        for name in row.trace.files
-    ]
     blocks: list[Block] = [grid]
+    files = [(row.name, path) for row in traced if row.trace is not None for path in _paths(row, row.trace.files)]
+    blocks += [
+        Picture(path.stem, f"Memory of {name} over one optimizer step, by what it holds", path, DETAIL)
+        for name, path in files
+        if path.suffix == ".png"
+    ]
     if files:
-        blocks += [Text("Traces (.json) open at ui.perfetto.dev.", rank=DETAIL), Commands(files, DETAIL)]
+        told = [(f"{_KINDS.get(path.name, 'recorded')} of {name}", shown_path(path)) for name, path in files]
+        blocks += [Text("Traces open at ui.perfetto.dev.", rank=DETAIL), Commands(told, DETAIL)]
     return blocks

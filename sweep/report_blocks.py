@@ -6,6 +6,7 @@ All text in here is plain, as it was written: whoever renders it escapes it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 #: How soon a block is left out where there is little room: never, before the essential, first.
 ALWAYS, USEFUL, DETAIL = 0, 1, 2
@@ -54,10 +55,11 @@ class Commands:
 
 @dataclass
 class Picture:
-    """Where a picture belongs; shown only where a file of this name was drawn."""
+    """Where a picture belongs; shown only where a file of this name was drawn, or where `path` is one."""
 
     name: str  # without its suffix
     caption: str
+    path: Path | None = None  # of one that lies elsewhere
     rank: int = ALWAYS
 
 

@@ -69,6 +69,9 @@ def _answer(answer: Answer, suffix: str, pictures: dict[str, Path]) -> str:
         if not isinstance(block, Picture):
             parts.append(_block(block))
             continue
+        if block.path is not None:
+            parts.append(_figure(block.path, block.caption))
+            continue
         name = next((n for n in pictures if n == block.name or (suffix and n.startswith(block.name + suffix))), None)
         if name is not None:
             parts.append(_figure(pictures.pop(name), block.caption))

@@ -10,7 +10,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from sweep.report_answers_hold import drift_words
 from sweep.report_answers_why import because, finding_lines
 from sweep.report_data import Report, Section
 from sweep.report_quality import quality_lines
@@ -124,15 +123,9 @@ def _print_section(section: Section, out: Printer) -> None:
 
 
 def _because(section: Section) -> list[tuple[str, str]]:
-    """Why, in a line or two; what surprises; what the machine did; and whether the choice survives another budget."""
+    """Why, in a line or two; what surprises; and whether the choice survives another budget."""
     lines = [("Why: ", says(section, words)) for words in because(section)]
     lines += [("Finding: ", f"{name}: {sentence(line, first=False)}") for name, line in finding_lines(section)[:2]]
-    drift = section.comparison.drift
-    if drift is not None and not drift.difference.none:
-        lines.append(("Drift: ", sentence(drift_words(drift), first=False)))
-    disturbed = [f"{r.name} ({', '.join(r.disturbed)})" for r in section.rows if r.disturbed]
-    if disturbed:
-        lines.append(("Disturbed: ", f"{'; '.join(disturbed)}."))
     if section.survival:
         lines.append(("Other budgets: ", sentence(section.survival[0])))
     return lines

@@ -51,7 +51,7 @@ def reading_lines(section: Section) -> list[str]:
             "recompute: FLOPs computed again, over those of a step that recomputes nothing.",
         ]
     step = _step_note(section)
-    none = "; none: no difference beyond the noise" if any(r.step and r.step.none for r in section.rows) else ""
+    none = f"; none: {_none_words(section)}" if any(r.step and r.step.none for r in section.rows) else ""
     lines = [f"step: {step}; speed: against the baseline{none}."] if step else []
     noisy = noisy_words(section)
     return lines + ([noisy] if noisy else []) + _error_notes(section)
@@ -71,8 +71,8 @@ def table_notes(section: Section) -> list[str]:
     ]
     if step:
         lines.append(
-            f"step: {step}. against the baseline: change of the step time (with its 95 % interval); none: no "
-            "difference beyond the noise."
+            f"step: {step}. against the baseline: change of the step time (with its 95 % interval); none: "
+            f"{_none_words(section)}."
         )
     if any(r.quality is not None for r in section.candidates):
         lines.append(
@@ -83,11 +83,18 @@ def table_notes(section: Section) -> list[str]:
     return lines + _error_notes(section)
 
 
+def _none_words(section: Section) -> str:
+    """What a difference has to be beyond: the noise, and the machine's drift where there was one."""
+    drift = section.comparison.drift
+    return "no difference beyond the noise" + (" and the drift" if drift and not drift.difference.none else "")
+
+
 def _step_note(section: Section) -> str:
-    ran = next((r.measurement for r in section.results if r.measurement is not None), None)
-    if ran is None:
+    ran = [r.measurement for r in section.results if r.measurement is not None]
+    if not ran:
         return ""
-    over = f"median over {count(ran.repeats, 'repeat')} of {count(ran.steps, 'step')}"
+    # The baseline has one repeat more, for the drift.
+    over = f"median over {count(min(m.repeats for m in ran), 'repeat')} of {count(ran[0].steps, 'step')}"
     if any(r.step_ms_ci_low is not None for r in section.rows):
         return f"{over} (its 95 % interval)"
     return f"{over}, ± half the distance between its quartiles"

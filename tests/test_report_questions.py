@@ -112,13 +112,7 @@ def test_each_question_is_answered_in_order_with_a_number(report: Report) -> Non
 def test_what_does_not_rest_on_a_gpu_is_never_worded_as_its_gain(report: Report) -> None:
     text = markdown(report)
     evidence = report.sections[0].comparison.evidence
-    marks = {
-        "cpu": "on this CPU",
-        "predicted": "predicted",
-        "measured": "on this GPU",
-        "smoke": "too short to conclude",
-    }
-    assert text.count(marks[evidence]) >= (1 if report.sections[0].comparison.verdict == "reject" else 2)
+    assert text.count(EVIDENCE_SHORT[evidence]) >= (1 if report.sections[0].comparison.verdict == "reject" else 2)
     if evidence != "measured":
         assert "on this GPU" not in text
 
@@ -268,10 +262,11 @@ def test_the_machines_drift(none: bool, said: str) -> None:
 
 def test_a_disturbed_trial_is_named() -> None:
     made = section("accept a candidate")
-    made.rows[2].disturbed = ["other processes kept 1.4 cores busy"]
+    made.rows[2].disturbed = ["other processes kept 1.4 cores busy", "hot"]
     text = next(a for a in answers(made) if a.question == "Does it hold?")
     items = dict(item for block in text.blocks for item in getattr(block, "items", []) if item[0])
-    assert items["Disturbed:"] == f"{made.rows[2].name}: other processes kept 1.4 cores busy."
+    who = made.rows[2].name
+    assert items["Disturbed:"] == f"1 of 6 trials: {who} (other processes kept 1.4 cores busy; and 1 more)."
 
 
 # ---- times
