@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sweep.diagnosis import Advice, Diagnosis, Facts, Setting
 from sweep.diagnosis_answer import MOSTLY
-from sweep.diagnosis_order import fits
+from sweep.diagnosis_order import changes_beside, fits
 from sweep.diagnosis_words import OTHER, pays_with
 from sweep.findings import WhatIf
 from sweep.report_rows import Row
@@ -119,8 +119,8 @@ def _key(word: str) -> str:
 
 
 def change_title(facts: Facts) -> str:
-    lowest = facts.lowest
-    beside = f" of {lowest.name}" if facts.what_if_lowest and lowest is not None else ""
+    _, setting = changes_beside(facts)
+    beside = f" of {setting.name}" if setting is not None else ""
     return f"What else would lower the peak{beside} (each changes the workload, so it is no strategy)"
 
 
@@ -129,7 +129,7 @@ def change_lines(found: Diagnosis, most: int | None = CHANGES_SHOWN) -> list[tup
     facts = found.facts
     if facts is None or not changes_matter(found):
         return []
-    changes = facts.what_if_lowest or facts.what_if
+    changes, _ = changes_beside(facts)
     return [(w.override, change_words(facts, w)) for w in changes[:most]]
 
 

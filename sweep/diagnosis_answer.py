@@ -41,14 +41,12 @@ def answer(facts: Facts) -> tuple[str, str]:
 
 
 def _no(peak: Peak, mib_in_all: float) -> str:
-    lasting = _lasting_words(peak)
     if peak.phase == Phase.optimizer.value:
-        temporary = peak.at_peak_mib.get(Category.temporary.value, 0.0)
-        beside = f" and {mib(temporary)} of its temporaries" if temporary >= COUNTS * peak.mib else ""
         return (
             f"No: the baseline's peak of {mib(mib_in_all)} lies in the optimizer's step, when no activation is alive; "
-            f"it is {lasting}{beside}."
+            f"it is made of {_lasting_words(peak, Category.temporary)}."
         )
+    lasting = _lasting_words(peak)
     share = sum(peak.at_peak_mib.get(c.value, 0.0) for c in LASTING) / peak.mib
     activation = percent(_share(peak, Category.activation))
     return (
@@ -60,14 +58,11 @@ def _share(peak: Peak, category: Category) -> float:
     return peak.at_peak_mib.get(category.value, 0.0) / peak.mib
 
 
-def _lasting_words(peak: Peak) -> str:
+def _lasting_words(peak: Peak, *more: Category) -> str:
     """`parameters, gradients and optimizer state`: those that are there."""
-    words = {
-        Category.parameter: "parameters",
-        Category.gradient: "gradients",
-        Category.optimizer_state: "optimizer state",
-    }
-    there = [word for c, word in words.items() if _share(peak, c) >= COUNTS]
+    words = {Category.parameter: "parameters", Category.gradient: "gradients"}
+    words |= {Category.optimizer_state: "optimizer state", Category.temporary: "temporaries"}
+    there = [w for c, w in words.items() if (c in LASTING or c in more) and _share(peak, c) >= COUNTS]
     return " and ".join([", ".join(there[:-1]), there[-1]] if len(there) > 1 else there)
 
 
@@ -94,7 +89,8 @@ def fit_lines(facts: Facts) -> list[str]:
             f"That is close: predicted reserved sizes have been off by up to {percent(CLOSE)} against published "
             "measurements (README), so try it before you rely on it."
         )
-    return [f"{'It fits' if facts.fits else 'It does not fit'}: {lines[0]}", *lines[1:]]
+    first = f"{'It fits' if facts.fits else 'It does not fit'}: {lines[0]}"
+    return [first, *(line[:1].upper() + line[1:] for line in lines[1:])]
 
 
 def limit_lines(limits: Limits, allocated_mib: float, reserved_mib: float | None) -> list[str]:

@@ -91,7 +91,7 @@ def _micro_batch(facts: Facts) -> Advice:
 
 
 def _checkpoint(facts: Facts) -> Advice:
-    found = [s for s in (facts.extreme(SELECTIVE), facts.extreme(CHECKPOINT)) if s is not None]
+    found = [s for s in (facts.extreme(CHECKPOINT), facts.extreme(SELECTIVE)) if s is not None]
     if not found:
         return advice(CHECKPOINT, False, unavailable(facts, CHECKPOINT))
     most = max(found, key=lambda s: (s.fits, s.saved_mib))
@@ -223,21 +223,30 @@ def _other(facts: Facts, kind: str) -> Advice:
     return advice(OTHER, True, why, ["mode=diagnose", *first.override.split()])
 
 
+def changes_beside(facts: Facts) -> tuple[list[WhatIf], Setting | None]:
+    """The changes that help where the strategies stop, and the setting that they were predicted beside.
+
+    None: the baseline, where no strategy saves anything or nothing helps beside the lowest.
+    """
+    lowest = facts.lowest
+    if lowest is None or not facts.what_if_lowest or lowest.saved_mib < COUNTS * facts.peak_mib:
+        return facts.what_if, None
+    return facts.what_if_lowest, lowest
+
+
 def _changes(facts: Facts, kind: str) -> tuple[list[WhatIf], str]:
     """The changes to choose from, and where the peak lies that they lower."""
-    lowest = facts.lowest
-    if kind == "no" or lowest is None or not facts.what_if_lowest:
-        where = (
-            "in the optimizer's step"
-            if facts.baseline.peak_phase == Phase.optimizer.value
-            else "in what lasts all step"
-        )
-        changes = facts.what_if
-        if kind == "yes":
-            return changes, none_fits(facts, lowest) if lowest is not None else "no strategy applies"
-        return changes, f"the baseline's peak lies {where}" if kind == "no" else "the activations are only a part"
-    where = "in the optimizer's step" if lowest.peak_phase == Phase.optimizer.value else f"in {lowest.peak_phase}"
-    return facts.what_if_lowest, f"with {lowest.name} the peak of {mib(lowest.allocated_mib)} lies {where}"
+    changes, beside = changes_beside(facts)
+    if beside is not None:
+        where = "in the optimizer's step" if beside.peak_phase == Phase.optimizer.value else f"in {beside.peak_phase}"
+        return changes, f"with {beside.name} the peak of {mib(beside.allocated_mib)} lies {where}"
+    if kind == "no":
+        in_optimizer = facts.baseline.peak_phase == Phase.optimizer.value
+        where = "in the optimizer's step" if in_optimizer else "in what lasts all through a step"
+        return changes, f"the baseline's peak lies {where}"
+    if kind == "yes":
+        return changes, none_fits(facts, facts.lowest) if facts.lowest is not None else "no strategy applies"
+    return changes, "the activations are only a part"
 
 
 def fits(facts: Facts, change: WhatIf) -> bool:

@@ -51,9 +51,9 @@ ROWS: dict[str, _Row] = {
         "from bandwidth that copies are free, or from a run on a CPU how fast a GPU's link is",
     ),
     HYBRID: _Row(
-        "both together",
+        "several together",
         "none alone is enough",
-        "both costs: recomputing and waiting for copies add up",
+        "all costs at once: computing again, more micro-steps and waiting for copies add up",
         "that the lowest peak is the best choice: the fastest that fits is",
     ),
     OTHER: _Row(

@@ -137,7 +137,7 @@ def test_no_where_the_optimizers_step_is_the_peak() -> None:
     kind, sentence = answer(facts(at=at, floor=floor(1000.0)))
     assert kind == "no"
     assert "lies in the optimizer's step" in sentence
-    assert "parameters, gradients and optimizer state and 200.0 MiB of its temporaries" in sentence
+    assert "made of parameters, gradients, optimizer state and temporaries" in sentence
 
 
 def test_no_where_what_lasts_fills_a_peak_in_backward() -> None:
@@ -191,7 +191,7 @@ def test_a_budget_caps_what_is_allocated_and_a_device_what_is_reserved() -> None
     assert Limits().room_mib(1.0, 1.0) is None
     assert fit_lines(facts(limits=limits)) == [
         "It does not fit: allocated 1000 MiB of budget.memory_mib=1200: 200.0 MiB to spare.",
-        "reserved 1000 MiB of the device's 900.0 MiB (1000 MiB less 100.0 MiB of context): 100.0 MiB short.",
+        "Reserved 1000 MiB of the device's 900.0 MiB (1000 MiB less 100.0 MiB of context): 100.0 MiB short.",
     ]
 
 
