@@ -15,6 +15,8 @@ from sweep.words import EVIDENCE_SHORT, NOT_KNOWN, ms, number, percent
 
 #: Sentences that a reader takes in, and trials whose words are not read one by one any more.
 MOST_LINES, MOST_TRIALS = 6, 12
+#: Parts below this share of the largest value are added up as "smaller parts".
+SMALL = 0.01
 
 
 def why(section: Section) -> Answer:
@@ -106,15 +108,16 @@ def _changes(section: Section, which: str) -> list[Block]:
         for part in change.parts:
             size[part.name] = max(size.get(part.name, 0.0), abs(part.value))
     biggest = max(size.values(), default=0.0)
-    names = [n for n in sorted(size, key=lambda n: -size[n]) if size[n] > 0.001 * biggest]
-    header = ["strategy", "before", *names, "not explained", "after"]
+    names = [n for n in sorted(size, key=lambda n: -size[n]) if size[n] > SMALL * biggest]
+    small = ["smaller parts"] if len(names) < len(size) else []
+    header = ["strategy", "before", *names, *small, "not explained", "after"]
     lines = []
     for _, row, change in changes:
         parts = {part.name: part.value for part in change.parts}
-        # Parts that are left out as too small belong to the rest.
-        rest = change.residual + sum(value for name, value in parts.items() if name not in names)
         cells = [signed(parts[n]) if n in parts else "0" for n in names]
-        lines.append([row.name, number(change.before), *cells, signed(rest), number(change.after)])
+        if small:
+            cells.append(signed(sum(value for name, value in parts.items() if name not in names)))
+        lines.append([row.name, number(change.before), *cells, signed(change.residual), number(change.after)])
     how = EVIDENCE_SHORT.get(changes[0][1].evidence, changes[0][1].evidence)
     what = "Peak" if which == "peak" else "Step time"
     title = f"{what} in {unit}: before + parts + what is not explained = after ({how})"

@@ -20,7 +20,7 @@ from sweep.report_rows import Row
 from sweep.report_sensitivity_plots import budgets
 from sweep.report_words import CATEGORY_WORDS
 from sweep.results import Evidence
-from sweep.words import mib
+from sweep.words import EVIDENCE_SHORT, mib
 
 #: More names than this would cover the points.
 _MOST_LABELS = 14
@@ -66,11 +66,16 @@ def pareto(section: Section) -> Figure | None:
     axes.set_ylabel(
         f"throughput, {'tokens' if in_tokens else 'samples'}/s" + (" (this CPU)" if _on_cpu(section) else "")
     )
-    axes.set_title(f"{section.title}: peak memory against throughput ({section.comparison.evidence})", fontsize=11)
+    axes.set_title(f"{section.title}: peak memory against throughput ({_evidence(section)})", fontsize=11)
     axes.grid(alpha=0.25)
-    _legend(figure, axes)
+    intervals = any(r.step_ms_ci_low is not None for r in timed)
+    _legend(figure, axes, "95 % interval" if intervals else "middle half of the steps")
     _name_points(axes, section, timed, rate)
     return figure
+
+
+def _evidence(section: Section) -> str:
+    return EVIDENCE_SHORT.get(section.comparison.evidence, section.comparison.evidence)
 
 
 def _on_cpu(section: Section) -> bool:
@@ -81,8 +86,9 @@ def _draw_point(axes: Axes, section: Section, row: Row, value: float) -> None:
     """One trial with the spread of its throughput. Filled: accepted; hollow: not; ring: preferred; square: baseline."""
     own = colour(section, row)
     x = row.peak_mib or 0.0
-    if row.step_ms and row.step_ms_low and row.step_ms_high:
-        low, high = value * row.step_ms / row.step_ms_high, value * row.step_ms / row.step_ms_low
+    fast, slow = row.step_ms_ci_low or row.step_ms_low, row.step_ms_ci_high or row.step_ms_high
+    if row.step_ms and fast and slow:
+        low, high = value * row.step_ms / slow, value * row.step_ms / fast
         axes.errorbar(x, value, yerr=[[max(0.0, value - low)], [max(0.0, high - value)]], color=own, capsize=3, lw=1)
     face = own if row.verdict == "accept" else "white"
     marker = "s" if row.is_baseline else "o"
@@ -168,13 +174,14 @@ def _draw_not_run(axes: Axes, section: Section, right: float) -> float:
     return reach
 
 
-def _legend(figure: Figure, axes: Axes) -> None:
+def _legend(figure: Figure, axes: Axes, bars: str) -> None:
     handles, labels = axes.get_legend_handles_labels()
     handles += [
         axes.plot([], [], "s", color="grey")[0],
         axes.plot([], [], "o", color="grey", markerfacecolor="white")[0],
+        axes.plot([], [], "|", color="grey", markersize=10)[0],
     ]
-    labels += ["square: baseline", "hollow: not accepted"]
+    labels += ["square: baseline", "hollow: not accepted", f"bar: {bars}"]
     figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=2)
 
 
@@ -215,7 +222,7 @@ def at_peak(section: Section) -> Figure | None:
     axes.set_yticks(range(len(rows)), [short(r.name) + _how(section, r) for r in rows], fontsize=9)
     axes.invert_yaxis()
     axes.set_xlabel("MiB")
-    axes.set_title(f"{section.title}: what is alive at the peak ({section.comparison.evidence})", fontsize=11)
+    axes.set_title(f"{section.title}: what is alive at the peak ({_evidence(section)})", fontsize=11)
     axes.grid(axis="x", alpha=0.25)
     figure.legend(*axes.get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=4)
     return figure

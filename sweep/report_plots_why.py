@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from sweep.findings import Change, Part
-from sweep.report_answers_why import change_of, signed
+from sweep.report_answers_why import SMALL, change_of, signed
 from sweep.report_data import Section
 from sweep.report_plots_style import note, short
 from sweep.report_rows import Row
@@ -16,8 +16,6 @@ from sweep.words import EVIDENCE_SHORT, number
 
 #: More panels than this cannot be read side by side.
 MOST = 12
-#: Parts below this share of the largest value are added up as "smaller parts".
-SMALL = 0.01
 MOST_PARTS = 6
 BEFORE, AFTER, LESS, MORE, RESIDUAL = "#8c8c8c", "#404040", "#009E73", "#D55E00", "#F0E442"
 
@@ -64,7 +62,7 @@ def bars_of(change: Change) -> list[tuple[str, float, float, str]]:
     size = max([abs(change.total), *(abs(p.value) for p in change.parts), abs(change.residual)])
     large = [p for p in change.parts if abs(p.value) > SMALL * size][:MOST_PARTS]
     rest = sum(p.value for p in change.parts if p not in large)
-    parts = [*large, *([Part("smaller parts", rest)] if abs(rest) > SMALL * size else [])]
+    parts = [*large, *([Part("smaller parts", rest)] if abs(rest) > SMALL * size / 10 else [])]
     bars = [("before", 0.0, change.before, BEFORE)]
     at = change.before
     for part in parts:

@@ -39,7 +39,7 @@ def quality_lines(section: Section) -> list[str]:
             exact = [r for r in rows if r.quality is not None and r.quality.difference == 0]
             rows = [r for r in rows if r not in exact]
             if exact:
-                lines.append(f"to the last bit the baseline's: {_names(exact)}")
+                lines.append(f"equal to the last bit: {_names(exact)}")
         if rows:
             told = [f"{r.name} {signed_loss(r.quality.difference)}{_interval(r.quality)}" for r in rows if r.quality]
             lines.append(f"{words}: {', '.join(told)}")

@@ -88,8 +88,14 @@ def time_words(section: Section, row: Row) -> str:
         return f"{words}; {change} {against}, and whether that is noise is not known."
     interval = f"95 % interval {percent(d.low - 1, 1, sign=True)} to {percent(d.high - 1, 1, sign=True)}"
     if d.none:
-        return f"{words}; no difference beyond the noise {against} ({percent(d.ratio - 1, 1, sign=True)}, {interval})."
+        return f"{words}; {none_words(section)} {against} ({percent(d.ratio - 1, 1, sign=True)}, {interval})."
     return f"{words}; {percent(d.ratio - 1, 1, sign=True)} {against} ({interval})."
+
+
+def none_words(section: Section) -> str:
+    """What a difference that is called none is not beyond: the noise, and the machine's drift where there was one."""
+    drift = section.comparison.drift
+    return "no difference beyond the noise" + (" and the drift" if drift and not drift.difference.none else "")
 
 
 def noisy_words(section: Section) -> str:

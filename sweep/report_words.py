@@ -10,7 +10,7 @@ from sweep.report_best import page_in_mlflow
 from sweep.report_data import Report, Section
 from sweep.report_notes import shown_path
 from sweep.report_rows import Row
-from sweep.report_times import noisy_words
+from sweep.report_times import noisy_words, none_words
 from sweep.results import Category, Evidence, Holder
 from sweep.words import count, error, mib, number, percent
 
@@ -51,7 +51,7 @@ def reading_lines(section: Section) -> list[str]:
             "recompute: FLOPs computed again, over those of a step that recomputes nothing.",
         ]
     step = _step_note(section)
-    none = f"; none: {_none_words(section)}" if any(r.step and r.step.none for r in section.rows) else ""
+    none = f"; none: {none_words(section)}" if any(r.step and r.step.none for r in section.rows) else ""
     lines = [f"step: {step}; speed: against the baseline{none}."] if step else []
     noisy = noisy_words(section)
     return lines + ([noisy] if noisy else []) + _error_notes(section)
@@ -72,7 +72,7 @@ def table_notes(section: Section) -> list[str]:
     if step:
         lines.append(
             f"step: {step}. against the baseline: change of the step time (with its 95 % interval); none: "
-            f"{_none_words(section)}."
+            f"{none_words(section)}."
         )
     if any(r.quality is not None for r in section.candidates):
         lines.append(
@@ -81,12 +81,6 @@ def table_notes(section: Section) -> list[str]:
             "inside of the interval are not ruled out."
         )
     return lines + _error_notes(section)
-
-
-def _none_words(section: Section) -> str:
-    """What a difference has to be beyond: the noise, and the machine's drift where there was one."""
-    drift = section.comparison.drift
-    return "no difference beyond the noise" + (" and the drift" if drift and not drift.difference.none else "")
 
 
 def _step_note(section: Section) -> str:
@@ -185,7 +179,7 @@ def prediction_lines(section: Section) -> list[str]:
     close = [(r, p) for r, p in measured if p.error_ratio is not None and abs(p.error_ratio) <= WELL_PREDICTED]
     lines = []
     if close:
-        worst = max((abs(p.error_ratio or 0.0) for _, p in close))
+        worst = max(1e-4, *(abs(p.error_ratio or 0.0) for _, p in close), 0.0)
         lines.append(f"within {percent(worst, 2)} of the measured peak for {count(len(close), 'trial')}")
     for row, p in measured:
         if (row, p) not in close:

@@ -25,7 +25,7 @@ def section(results: list[TrialResult]) -> Section:
 def test_a_waterfall_leads_from_before_to_after() -> None:
     parts = [Part("activations", -230.0), Part("temporaries", 60.0), Part("gradients", 0.5), Part("inputs", 0.4)]
     bars = bars_of(Change("MiB", 300.0, 141.0, -159.0, parts, residual=10.1))
-    assert [b[0] for b in bars] == ["before", "activations", "temporaries", "not explained", "after"]
+    assert [b[0] for b in bars] == ["before", "activations", "temporaries", "smaller parts", "not explained", "after"]
     at = 0.0
     for name, start, length, colour in bars[:-1]:
         assert start == pytest.approx(at), name

@@ -314,7 +314,7 @@ def judged(seeds: int) -> Section:
 def test_quality_is_told_by_verdict() -> None:
     lines = quality_lines(judged(3))
     assert lines[1] == "equal within the noise: micro_batch +0.0072 (-0.0071 to +0.021)"
-    assert lines[0] == "to the last bit the baseline's: checkpoint, checkpoint_selective, offload, hybrid"
+    assert lines[0] == "equal to the last bit: checkpoint, checkpoint_selective, offload, hybrid"
     assert "3 seeds, compared in pairs" in seeds_words(judged(3))
     one = judged(1)
     assert "not known with 1 seed (measure.seeds=3 would tell): micro_batch" in quality_lines(one)[-1]
