@@ -13,7 +13,7 @@ from sweep.decide import by_comparison
 from sweep.report_sensitivity_options import Asked, option
 from sweep.results import TrialResult, to_dict, write_json
 from sweep.schema import BudgetConf, plain
-from sweep.sensitivity import axes_of, caveats, words_of
+from sweep.sensitivity import axes_of, caveats, chain_words, words_of
 from sweep.sensitivity_ranges import (
     AXES,
     LOSS,
@@ -27,6 +27,8 @@ from sweep.sensitivity_ranges import (
 )
 
 SCHEMA_VERSION = 1
+#: More changes than this are not told in one sentence.
+MOST_SPANS = 12
 FLOORS, GATES = (THROUGHPUT_RATIO, SAMPLES), (LOSS_RATIO, LOSS)
 
 
@@ -146,7 +148,7 @@ def _survey(results: list[TrialResult], budget: BudgetConf, capacity_mib: float 
     found = Survey(
         title=f"{s.present.workload} on {s.present.device}",
         sensitivity=s,
-        words=[words_of(s, axis, s.spans(axis)) for axis in axes],
+        words=[line for axis in axes for line in _change_words(s, axis)],
         caveats=caveats(s),
     )
     answerable = []
@@ -161,6 +163,15 @@ def _survey(results: list[TrialResult], budget: BudgetConf, capacity_mib: float 
         keys = (x.key, y.key)
         found.pairs.append(Pair(x, y, [[found.cell(keys, (a, b)) for b in asked[y.key]] for a in asked[x.key]]))
     return found
+
+
+def _change_words(s: Sensitivity, axis: Axis) -> list[str]:
+    """The nearest changes, and where there are more of them, all."""
+    spans = s.spans(axis)
+    nearest = words_of(s, axis, spans)
+    if not 3 < len(spans) <= MOST_SPANS:
+        return [nearest]
+    return [nearest, f"{axis.label.capitalize()}, all of it: {chain_words(axis, spans)}"]
 
 
 def _no_answer(found: Survey, axis: Axis) -> str:

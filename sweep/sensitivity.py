@@ -17,7 +17,7 @@ from sweep.sensitivity_ranges import (
     Sensitivity,
     Span,
 )
-from sweep.words import EVIDENCE_SHORT, count, mib
+from sweep.words import EVIDENCE_SHORT, count, mib, ratio
 
 _UNITS = {
     MEMORY.key: " MiB",
@@ -150,6 +150,7 @@ def caveats(asked: Sensitivity) -> list[str]:
         )
     if any(n.index == asked.present.baseline_index for n in asked.never_run):
         lines.append("The baseline has no measurement, so floors and gates relative to it do not apply")
+    lines += _noise(asked)
     ran = sum(r.measurement is not None for r in asked.results)
     evidence = EVIDENCE_SHORT.get(asked.present.evidence, asked.present.evidence)
     if ran:
@@ -157,6 +158,20 @@ def caveats(asked: Sensitivity) -> list[str]:
     else:
         lines.append("Peaks are predicted and nothing was run, so there is no throughput and no loss to hold against")
     return lines
+
+
+def _noise(asked: Sensitivity) -> list[str]:
+    """That the exact ratio of the choice is known to within an interval only."""
+    index = asked.present.preferred_index
+    decision = None if index is None else asked.present.decisions[index]
+    if decision is None or decision.step is None or decision.throughput_ratio is None or decision.step.low <= 0:
+        return []
+    slow, fast = 1 / decision.step.high, 1 / decision.step.low
+    return [
+        f"The throughput of {asked.present.preferred} is {ratio(decision.throughput_ratio)} the baseline's by the "
+        f"median, and between {ratio(slow)} and {ratio(fast)} for all that is sure: a floor between these may fall "
+        "either way"
+    ]
 
 
 def shown(axis: Axis, value: float) -> str:

@@ -237,6 +237,8 @@ def test_the_words_name_the_nearest_changes_around_the_present_budget() -> None:
         "above that, nothing is accepted (tune)",
         "Quality gate (none is set): micro_batch stays the choice down to 1.0281x the baseline's held-out loss; "
         "below that, checkpoint; below 1.00x nothing is accepted",
+        "The throughput of micro_batch is 0.90x the baseline's by the median, and between 0.87x and 0.94x for all that "
+        "is sure: a floor between these may fall either way",
         "These limits are numbers of the 6 trials that ran (on this CPU)",
     ]
 
