@@ -5,11 +5,9 @@ Lives in the process that was started; a launcher's other processes attach to it
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,27 +27,15 @@ from sweep.memory.device import resolve_device
 from sweep.progress import Display
 from sweep.report import Report, print_report, report_console, single_line, write_report
 from sweep.report import describe as describe_report
-from sweep.report_best import STATE
-from sweep.results import Comparison, Evidence, Outcome, Prediction, TrialResult, read_trial, write_json
+from sweep.results import Comparison, Evidence, Outcome, Prediction, TrialResult, read_trial
 from sweep.rounds import in_own_process, repeat_in_turn
 from sweep.schema import Config, Mode, StrategyConf, TrackingConf, typed
+from sweep.session_state import State, now, read_state
 from sweep.tracing import files_of, trace_chosen
 from sweep.trial import check_trial, describe, fixed_id, is_baseline, run_trial, save
 from sweep.trial_names import name_strategy, trial_name, without_search
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-@dataclass
-class State:
-    """What other processes of the same sweep have to know, and later commands that go on with the same study."""
-
-    started_at: str
-    parent_run_id: str | None
-    command: str
-    study: str = ""  # name of the search's study
-    storage: str | None = None  # where the study is kept, as hydra.sweeper.storage says it
-    page: str = ""  # where MLflow shows the sweep (see tracking.sweep_page)
 
 
 class Session:
@@ -86,8 +72,8 @@ class Session:
         study: name of a search's study; a session of the same study in the same folder is gone on with.
         """
         command = shlex.join(["python", "train.py", *(["-m"] if sweep else []), *overrides])
-        state = State(_now(), None, command, study, storage)
-        before = _state_of(folder)
+        state = State(now(), None, command, study, storage)
+        before = read_state(folder)
         if study and before is not None and before.study == study:
             state.started_at, state.parent_run_id = before.started_at, before.parent_run_id
         session = cls(folder, state, config.tracking, trials=trials)
@@ -108,7 +94,7 @@ class Session:
                 resume=state.parent_run_id,
             )
             state.page = tracking.sweep_page(store, state.parent_run_id)
-        write_json(state, folder / STATE)
+        state.write(folder)
         session.display.start()
         cls.current = session
         return session
@@ -116,7 +102,7 @@ class Session:
     @classmethod
     def attach(cls, folder: Path, config: Config) -> Session:
         """The session of a sweep that another process has opened."""
-        state = _state_of(folder)
+        state = read_state(folder)
         assert state is not None, "the process that started the sweep writes it"
         return cls(folder, state, config.tracking, owner=False)
 
@@ -325,14 +311,3 @@ def run_job(cfg: DictConfig) -> TrialResult | Diagnosis:
     if config.mode is Mode.diagnose:
         return session.diagnose(config, folder, overrides)
     return session.run(config, folder, overrides)
-
-
-def _state_of(folder: Path) -> State | None:
-    try:
-        return State(**json.loads((folder / STATE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -24,7 +24,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("predict*", "verify*", "measure*", "explain*", "what_if"),  # F3
     ("trial", "isolate"),  # F4
     ("candidates", "trial_names", "forecast", "probe", "plan", "diagnose*"),  # F5: what fits, what to try
-    ("session", "rounds", "tracing", "hooks", "cli", "callbacks"),  # F6: the command
+    ("session*", "rounds", "tracing", "hooks", "cli", "callbacks"),  # F6: the command
 ]
 WITHOUT_TORCH = (*FLOORS[0], "tracking*", "report*", "progress", "search*", "cli")
 HOMES = {"mlflow": ("tracking*",), "optuna": ("search*",), "matplotlib": ("report*", "search*", "explain*")}
