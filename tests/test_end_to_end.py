@@ -113,8 +113,9 @@ def test_each_trial_leaves_a_result_and_a_run(project: Path, sweep: tuple[Path, 
         result = results[run.info.run_id]
         metrics = run.data.metrics
         assert run.info.status == "FINISHED"
-        assert metrics["memory/peak_allocated_mib"] == pytest.approx(result["measurement"]["peak_allocated_mib"])
-        assert metrics["time/step_ms"] == pytest.approx(result["measurement"]["step_ms"])
+        # MLflow gets three decimals.
+        assert metrics["memory/peak_allocated_mib"] == round(result["measurement"]["peak_allocated_mib"], 3)
+        assert metrics["time/step_ms"] == round(result["measurement"]["step_ms"], 3)
         assert metrics["time/backward_ms"] > 0
         assert metrics["throughput/tokens_per_s"] > 0
         assert metrics["quality/eval_loss"] > 0
