@@ -253,21 +253,20 @@ def what_next(section: Section) -> Answer:
     blocked = [(f"{row.name} {row.verdict}{reasons_words(row)}:", words) for row, words in next_lines(section)]
     if blocked:
         blocks.append(Points(blocked, USEFUL, "Not accepted", per_trial=True))
-    grid = _what_if(section)
-    if grid is not None:
-        blocks.append(grid)
-    return Answer("What next?", blocks)
+    return Answer("What next?", blocks + _what_if(section))
 
 
-def _what_if(section: Section) -> Grid | None:
+def _what_if(section: Section) -> list[Block]:
     """Changes that are no strategies: another workload, so that its own baseline has to be compared with."""
+    found = [(row, what) for row in section.rows if row.predicted is not None for what in row.predicted.what_if]
+    if not found:
+        return []
     rows = [
-        [row.name, what.override, number(what.allocated_mib), number(what.saved_mib), what.words]
-        for row in section.rows
-        if row.predicted is not None
-        for what in row.predicted.what_if
+        [row.name, what.override, number(what.allocated_mib), number(what.saved_mib), what.peak_phase]
+        for row, what in found
     ]
-    if not rows:
-        return None
-    header = ["for", "what else (another workload, with its own baseline)", "predicted peak MiB", "less by MiB", "it"]
-    return Grid(header, rows, frozenset(header[1:2] + header[4:]), rank=DETAIL, title="What else would lower the peak")
+    header = ["for", "with", "predicted peak MiB", "less by MiB", "peak then in"]
+    title = "What else would lower the peak (another workload, to be compared with its own baseline)"
+    told = dict.fromkeys((f"{what.override}:", sentence(what.words, first=False)) for _, what in found if what.words)
+    blocks: list[Block] = [Grid(header, rows, frozenset(["with", "peak then in"]), rank=USEFUL, title=title)]
+    return [*blocks, Points(list(told), DETAIL)] if told else blocks

@@ -79,7 +79,7 @@ def because(section: Section) -> list[str]:
     if told is None or section.predicts:
         # What fills the baseline's peak is shown beside this already.
         shared = [line for line in section.why if not line.startswith("The peak of ")]
-        return shared[: 3 if section.predicts else 2]
+        return shared[: 4 if section.predicts else 2]
     lines = []
     if told.peak is not None:
         moved = told.moment_before != told.moment_after

@@ -51,6 +51,8 @@ figure { margin: 1rem 0; } img { max-width: 100%; height: auto; background: #fff
   body { font-size: 15px; }
   .row { grid-template-columns: 1fr max-content; } .row .track { grid-column: 1 / -1; grid-row: 2; }
   dl { display: block; } dd { margin: 0 0 .6rem; }
+  .tiles { grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); } .tile .value { font-size: 1.25rem; }
+  td:first-child { min-width: 7rem; } th, td { padding: .3rem .4rem; }
 }
 @media print {
   :root { --text: #000; --quiet: #444; --page: #fff; --card: #fff; --line: #bbb; --bar: #999; --accept: #1a7f4b;

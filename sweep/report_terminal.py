@@ -125,7 +125,8 @@ def _print_section(section: Section, out: Printer) -> None:
 def _because(section: Section) -> list[tuple[str, str]]:
     """Why, in a line or two; what surprises; and whether the choice survives another budget."""
     lines = [("Why: ", says(section, words)) for words in because(section)]
-    lines += [("Finding: ", f"{name}: {sentence(line, first=False)}") for name, line in finding_lines(section)[:2]]
+    findings = finding_lines(section)[: 1 if section.predicts else 2]
+    lines += [("Finding: ", f"{name}: {sentence(line, first=False)}") for name, line in findings]
     if section.survival:
         lines.append(("Other budgets: ", sentence(section.survival[0])))
     return lines

@@ -11,6 +11,7 @@ from scipy.stats import ttest_rel
 from sweep.findings import Run
 from sweep.quality import curves, mean_interval, quality_of
 from sweep.results import Measurement
+from sweep.words import signed_loss
 
 BASE = [3.21, 3.25, 3.18, 3.22]
 
@@ -115,6 +116,14 @@ def test_curves_of_different_length_are_cut_to_the_shortest() -> None:
     found = curves(over_seeds([3.2, 3.3], [[5.0, 4.0, 3.0], [5.2, 4.2]]))
     assert [len(c) for c in found.by_seed] == [2, 2]
     assert curves(measurement(1.0, 1.0, train_loss=[], eval_loss=None)).held_out_mean is None
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(0.0, "0"), (0.00412, "+0.0041"), (-0.3251, "-0.33"), (1.26, "+1.3"), (-3.14e-7, "-3.1e-7"), (None, "-")],
+)
+def test_a_difference_of_losses_has_two_digits_and_its_sign(value: float | None, expected: str) -> None:
+    assert signed_loss(value) == expected
 
 
 def test_one_value_has_no_interval() -> None:
