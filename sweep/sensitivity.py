@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from sweep.results import TrialResult
+from sweep.results import Outcome, TrialResult
 from sweep.schema import BudgetConf
 from sweep.sensitivity_ranges import (
     LOSS,
@@ -148,6 +148,10 @@ def caveats(asked: Sensitivity) -> list[str]:
             f"Not known for a larger device: {count(len(elsewhere), 'candidate does', 'candidates do')} not fit this "
             f"one; from {shown(MEMORY, least)} on one of them may be faster"
         )
+    too_large = sum(r.mode == "predict" and r.outcome == Outcome.over_budget.value for r in asked.results)
+    if too_large:
+        do = count(too_large, "trial does", "trials do")
+        lines.append(f"{do} not fit this device, whatever the cap: predict for a larger one with device=...")
     if any(n.index == asked.present.baseline_index for n in asked.never_run):
         lines.append("The baseline has no measurement, so floors and gates relative to it do not apply")
     lines += _noise(asked)

@@ -388,11 +388,11 @@ def test_a_hundred_trials_over_a_plane_take_seconds(tmp_path: Path) -> None:
     results = [trial("baseline", 400.0, 100.0)]
     results += [trial("micro_batch", 400.0 - 3 * i, 101.0 + i, name=f"trial {i}") for i in range(1, 100)]
     asked: Asked = {"memory_mib": [100.0 + 30 * i for i in range(10)], "min_throughput_ratio": [0.5, 0.6, 0.7, 0.8]}
-    started = time.perf_counter()
+    started = time.process_time()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # matplotlib's, where names take the room of the picture
         write_survey(survey(results, BudgetConf(), None, asked), tmp_path, asked, BudgetConf(), "again")
-    assert time.perf_counter() - started < 20.0
+    assert time.process_time() - started < 20.0
 
 
 # ---- against real sweeps

@@ -213,6 +213,8 @@ def test_a_prediction_is_known_whether_it_fits_or_not() -> None:
     results = [trial(r.name, 1.0, mode="predict", evidence="predicted") for r in sweep_of_six()]
     results[0].outcome = "over_budget"
     assert Sensitivity(results, BudgetConf(), 400.0).never_run == []
+    words = "1 trial does not fit this device, whatever the cap: predict for a larger one with device=..."
+    assert words in survival_words(results, BudgetConf(), 400.0)
 
 
 def test_without_a_measured_baseline_the_words_say_that_ratios_do_not_apply() -> None:
@@ -299,9 +301,9 @@ def test_a_hundred_trials_take_seconds_and_not_minutes() -> None:
         trial("micro_batch", 400.0 - 3 * i, 101.0 + i, name=f"trial {i}", measure={"spread": 0.0})
         for i in range(1, 100)
     ]
-    started = time.perf_counter()
+    started = time.process_time()
     survival_words(results, BudgetConf(memory_mib=150), None)
     asked = Sensitivity(results, BudgetConf(memory_mib=150), None)
     assert len(asked.areas(MEMORY, THROUGHPUT_RATIO)) > 100
     assert len(asked.spans(MEMORY)) == 102
-    assert time.perf_counter() - started < 10.0
+    assert time.process_time() - started < 10.0
