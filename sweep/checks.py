@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sweep.certainty import difference, disturbances, drift_of, repeats_words
-from sweep.findings import Difference, Drift
+from sweep.findings import Difference, Drift, Quality
+from sweep.quality import curves, quality_of
 from sweep.reasons import REASONS
 from sweep.results import Evidence, Measurement, Outcome, TrialResult
 from sweep.schema import BudgetConf, MinEvidence
@@ -36,7 +37,9 @@ class Facts:
     peak_mib: float | None = None
     saved_mib: float | None = None
     throughput_ratio: float | None = None
-    eval_loss_ratio: float | None = None
+    eval_loss: float | None = None  # held-out, mean over the seeds
+    eval_loss_ratio: float | None = None  # over the seeds that both were evaluated with
+    quality: Quality | None = None
     own: Measurement | None = None
     base: Measurement | None = None
     step: Difference | None = None  # step time over the baseline's
@@ -46,6 +49,7 @@ class Facts:
     @classmethod
     def of(cls, candidate: TrialResult, baseline: TrialResult | None) -> Facts:
         facts = cls(peak_mib=deciding_peak_mib(candidate), own=candidate.measurement)
+        facts.eval_loss = None if facts.own is None else curves(facts.own).held_out_mean
         if baseline is None or baseline.outcome not in (Outcome.ok.value, Outcome.over_budget.value):
             return facts
         facts.has_reference = baseline.outcome == Outcome.ok.value
@@ -60,9 +64,9 @@ class Facts:
             facts.step = difference(facts.own, base, facts.drift)
             if base.samples_per_s > 0:
                 facts.throughput_ratio = facts.own.samples_per_s / base.samples_per_s
-            own_loss, base_loss = known(facts.own.eval_loss), known(base.eval_loss)
-            if own_loss is not None and base_loss is not None and base_loss > 0:
-                facts.eval_loss_ratio = own_loss / base_loss
+            facts.quality = quality = quality_of(facts.own, base)
+            if quality is not None and quality.loss > quality.difference:
+                facts.eval_loss_ratio = quality.loss / (quality.loss - quality.difference)
         return facts
 
     def inside_noise(self, budget: BudgetConf) -> bool:
@@ -143,7 +147,7 @@ def check_throughput(candidate: TrialResult, facts: Facts, budget: BudgetConf, f
 
 
 def check_quality(candidate: TrialResult, facts: Facts, budget: BudgetConf, found: Found) -> None:
-    own = known(candidate.measurement.eval_loss) if candidate.measurement is not None else None
+    own = facts.eval_loss
     most, most_ratio = budget.max_eval_loss, budget.max_eval_loss_ratio
     relative = most_ratio is not None and facts.has_reference
     if own is None:

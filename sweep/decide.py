@@ -24,7 +24,6 @@ from sweep.checks import (
 )
 from sweep.conclusion import explain_conclusion, noise_words
 from sweep.knobs import Knobs, change_rank
-from sweep.quality import quality_of
 from sweep.reasons import NEVER, ONLY_EVIDENCE, REASONS, Case, next_step, outcome_reason
 from sweep.results import Comparison, Decision, Evidence, Outcome, TrialResult, Verdict
 from sweep.schema import BudgetConf
@@ -54,7 +53,7 @@ def decide(
     )
     if facts.own is not None:
         decision.disturbed = disturbances(facts.own, facts.base)
-        decision.quality = quality_of(facts.own, facts.base) if facts.base is not None else None
+        decision.quality = facts.quality
     found = Found()
     if candidate.outcome != Outcome.ok.value:
         found.add(outcome_reason(candidate), _outcome_words(candidate))

@@ -259,7 +259,7 @@ class Sensitivity:
             return [None if f.own is None else known(f.own.samples_per_s) for f in facts]
         if axis is LOSS_RATIO:
             return [f.eval_loss_ratio for f in facts]
-        return [None if f.own is None else known(f.own.eval_loss) for f in facts]
+        return [f.eval_loss for f in facts]
 
 
 def _edges(thresholds: Iterable[float | None]) -> list[float]:

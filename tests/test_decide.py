@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 import pytest
-from made_up import measurement, peak, prediction, sweep_of_six, trial, verified
+from made_up import measurement, peak, prediction, sweep_of_six, sweep_over_seeds, trial, verified
 
 from sweep.checks import STRENGTH
 from sweep.decide import compare, conclude, decide, memory_cap
@@ -738,3 +738,19 @@ def test_a_trial_that_ran_and_failed_is_an_observation_and_no_prediction() -> No
     assert conclude(failed, BudgetConf(), None).evidence == "cpu"
     refused = [trial("baseline", outcome="over_budget"), trial("checkpoint", outcome="over_budget")]
     assert conclude(refused, BudgetConf(), None).evidence == "predicted"
+
+
+def test_the_quality_gate_is_asked_of_the_mean_over_the_seeds() -> None:
+    baseline, *others = sweep_over_seeds(seeds=3)
+    micro = next(r for r in others if r.strategy == "micro_batch")
+    assert baseline.measurement is not None and micro.measurement is not None
+    own = [r.eval_loss for r in micro.measurement.runs]
+    base = [r.eval_loss for r in baseline.measurement.runs]
+    ratio = statistics.mean(own) / statistics.mean(base)
+    assert ratio != pytest.approx(own[0] / base[0], abs=1e-6), "the first seed alone says something else"
+    for gate, verdict in ((ratio * 0.9999, "reject"), (ratio * 1.0001, "accept")):
+        decision = decide(micro, baseline, BudgetConf(max_eval_loss_ratio=gate), None)
+        assert decision.eval_loss_ratio == pytest.approx(ratio)
+        assert decision.verdict == verdict, decision.why
+    for gate, verdict in ((statistics.mean(own) * 0.9999, "reject"), (statistics.mean(own) * 1.0001, "accept")):
+        assert decide(micro, baseline, BudgetConf(max_eval_loss=gate), None).verdict == verdict
