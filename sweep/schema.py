@@ -201,7 +201,7 @@ class MeasureConf:
     verify_steps: int = 1  # optimizer steps compared
     ledger: bool = True  # CPU: the memory pass (peaks are unknown without it); CUDA: the explanation
     isolate: Isolate = Isolate.auto
-    timeout_s: float = 1800.0  # per trial
+    timeout_s: float = 1800.0  # per trial with its first run, and per later run
 
 
 @dataclass

@@ -248,6 +248,40 @@ def test_an_interrupted_sweep_keeps_what_it_has(project: Path, tmp_path: Path) -
     assert runs(project, "attributes.status = 'RUNNING'") == []
 
 
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
+def test_a_command_that_ends_amid_its_repeats_keeps_those_that_were_made(
+    project: Path, tmp_path: Path, how: signal.Signals
+) -> None:
+    env = {**os.environ, "PYTHONPATH": str(project), "OMP_NUM_THREADS": "1"}
+    arguments = ["strategy=baseline,micro_batch", "measure.repeats=500", f"hydra.sweep.dir={tmp_path}", *SMALL]
+    child = subprocess.Popen(
+        [sys.executable, "train.py", "-m", *arguments],
+        cwd=project, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    baseline = tmp_path / "0_baseline" / "result.json"
+    try:
+        for _ in range(900):
+            if baseline.exists() and len((_json(baseline)["measurement"] or {"runs": []})["runs"]) > 3:
+                break
+            assert child.poll() is None
+            time.sleep(0.1)
+    finally:
+        child.send_signal(how)
+        child.wait(timeout=60)
+    if how is signal.SIGINT:
+        assert child.returncode == 130
+        assert runs(project, "attributes.status = 'RUNNING'") == []
+    else:
+        assert not (tmp_path / "report.json").exists()
+        subprocess.run([sys.executable, "-m", "sweep.report", str(tmp_path)], cwd=project, env=env, check=True)
+    report = _json(tmp_path / "report.json")
+    assert (report["baseline"]["outcome"], report["candidates"][0]["outcome"]) == ("ok", "ok")
+    for path in tmp_path.glob("*/result.json"):
+        m = _json(path)["measurement"]
+        assert len(m["runs"]) == m["repeats"] > 2
+        assert len(m["step_times_ms"]) == m["repeats"] * m["steps"]
+
+
 def test_a_trial_in_its_own_process(project: Path, tmp_path: Path) -> None:
     train(project, "strategy=checkpoint", "measure.isolate=always", f"hydra.run.dir={tmp_path}", *SMALL)
     assert _json(tmp_path / "result.json")["outcome"] == "ok"
