@@ -42,14 +42,16 @@ def grid(count: int = 100) -> list[TrialResult]:
 def record(
     store: Store,
     results: list[TrialResult],
-    folder: Path,
+    folder: Path | None = None,
     *,
+    budget: BudgetConf,
     more: Sequence[Path] = (),
     name: str = "gpt_tiny on cpu",
-    budget: BudgetConf,
 ) -> str:
-    """As a session does it: every trial's run, the verdicts, the report. Returns the sweep's run id."""
-    command = "python train.py -m 'strategy=glob(*)'"
+    """As a session does it: every trial's run, the verdicts, and the report where it has a folder to go to.
+
+    Returns the sweep's run id. more: further files of the sweep.
+    """
     mode = results[0].mode
     sweep = open_sweep(
         store, name, tags={"workload": "gpt_tiny", "mode": mode}, params={"overrides": "strategy=glob(*)"}
@@ -63,9 +65,11 @@ def record(
         for result, decision in zip(group, comparison.decisions):
             result.decision = decision
             update_decision(store, result.mlflow_run_id, result)
-    report = write_report(results, budget, CAPACITY_MIB, folder, command=command)
-    files = [*report.files, *more]
-    close_sweep(store, sweep, report_markdown=describe(report), files=files, comparisons=comparisons)
+    description, files = f"**{comparisons[0].why}**", list(more)
+    if folder is not None:
+        report = write_report(results, budget, CAPACITY_MIB, folder, command="python train.py -m 'strategy=glob(*)'")
+        description, files = describe(report), [*report.files, *more]
+    close_sweep(store, sweep, report_markdown=description, files=files, comparisons=comparisons)
     return sweep
 
 
