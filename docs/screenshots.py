@@ -71,7 +71,7 @@ def main() -> None:
     if programs() is None:
         raise SystemExit("Chromium or chromedriver is missing (Debian: apt-get install chromium chromium-driver)")
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    with open_page(arguments.address, width=1900, height=1100) as page:
+    with open_page(arguments.address, width=1700, height=1050) as page:
         take(page, *latest_sweep(arguments.address), arguments.folder)
     print(f"wrote {', '.join(sorted(p.name for p in arguments.folder.glob('mlflow-*.png')))} to {arguments.folder}")
 

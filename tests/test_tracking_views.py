@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import http.server
 import json
+import re
 import threading
 import zlib
 from collections.abc import Iterator
@@ -183,6 +184,26 @@ def test_older_servers_get_no_views(
 
 def test_a_server_that_does_not_answer_gets_no_views(tmp_path: Path) -> None:
     assert not understands_views(store_location("http://127.0.0.1:9", tmp_path))
+
+
+def test_every_filter_of_the_docs_is_one_that_mlflow_takes(store: Store) -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs" / "mlflow.md").read_text(encoding="utf-8")
+    filters = re.findall(r"^\| [^|]+ \| `((?:tags|params|metrics)\.[^`]+)` \|$", page, re.MULTILINE)
+    assert len(filters) >= 5
+    sweep = open_sweep(store, "filtered")
+    result = made_up.trial("checkpoint", 100.0, knobs={"checkpoint__every_k": 2, "offload__placement": "all"})
+    result.decision = Decision("accept", ["over_memory"], "", "", 100.0, 40.0, 0.9)
+    result.evidence = "measured"
+    with start_trial(store, sweep, result, system_metrics=False) as run:
+        run.log(result)
+    close_sweep(store, sweep)
+    client, experiment = MlflowClient(store.uri), initialise(store)
+    assert run.run_id is not None
+    day = client.get_run(sweep).data.tags["sweep"].split(", ")[1].split()[0]
+    for search in filters:
+        search = re.sub(r"\d{4}-\d{2}-\d{2}", day, search)
+        found = {r.info.run_id for r in client.search_runs([experiment], search)}
+        assert (run.run_id in found) == ("outcome" not in search), search
 
 
 # Knobs, colours, and what is known of a sweep
