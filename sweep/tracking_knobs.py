@@ -8,7 +8,7 @@ a value is missing, and a micro-batch size of null (the whole batch at once) wou
 from __future__ import annotations
 
 import colorsys
-import hashlib
+import math
 from typing import Any
 
 from sweep.knobs import CHANGES_LEAST_FIRST, change_rank
@@ -19,10 +19,11 @@ from sweep.schema import OffloadConf, plain
 STRATEGY, MICRO_BATCH, ACCUMULATION = "strategy", "micro_batch", "accumulation"
 CHECKPOINT, OFFLOAD = "checkpoint", "offload"
 
-#: Hue in degrees of each kind of strategy; shades of it tell its variants apart.
-HUES = {"micro_batch": 212, "checkpoint": 28, "offload": 150, "hybrid": 280}
+#: Hue in degrees of each kind of strategy.
+HUES = {"micro_batch": 212, "checkpoint": 28, "checkpoint_selective": 345, "offload": 150, "hybrid": 280}
 BASELINE_COLOR = "#3f4650"
-SHADES = (0.34, 0.42, 0.50, 0.58, 0.66)
+#: Lightness by halvings of the batch: the smaller the micro-batch, the darker.
+SHADES = (0.68, 0.57, 0.47, 0.38, 0.29)
 
 
 def knobs_of(config: dict[str, Any]) -> dict[str, str]:
@@ -48,12 +49,14 @@ def knobs_of(config: dict[str, Any]) -> dict[str, str]:
 
 
 def color_of(result: TrialResult) -> str:
-    """#rrggbb: the hue says what kind of strategy it is, the shade keeps its variants apart."""
-    kind = CHANGES_LEAST_FIRST[change_rank(result)]
+    """#rrggbb: the hue says what kind of strategy it is, the shade how small its micro-batches are."""
+    kind, knobs = CHANGES_LEAST_FIRST[change_rank(result)], knobs_of(result.config)
     if kind not in HUES:
         return BASELINE_COLOR
-    identity = f"{result.strategy_id} {sorted(knobs_of(result.config).items())}"
-    shade = SHADES[hashlib.sha256(identity.encode()).digest()[0] % len(SHADES)]
+    if kind == "checkpoint" and knobs.get(CHECKPOINT, "").startswith("selective"):
+        kind = "checkpoint_selective"
+    halvings = round(math.log2(int(knobs.get(ACCUMULATION, 1))))
+    shade = SHADES[min(halvings, len(SHADES) - 1)]
     red, green, blue = colorsys.hls_to_rgb(HUES[kind] / 360, shade, 0.62)
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
 

@@ -252,9 +252,11 @@ def test_colours_tell_kinds_apart_and_stay() -> None:
     assert colors["baseline"] == BASELINE_COLOR
     assert len(set(colors.values())) == 6
     assert colors == {result.strategy: color_of(result) for result in made_up.sweep_of_six()}
-    shades = {color_of(made_up.trial("checkpoint", 1.0, strategy_id=str(i))) for i in range(40)}
-    assert len(shades) == 5
+    sizes = (16, 8, 4, 2, 1)
+    shades = [color_of(made_up.trial("checkpoint", 1.0, knobs={"micro_batch_size": size})) for size in sizes]
+    assert len(set(shades)) == 5
     assert all(int(shade[1:3], 16) > int(shade[3:5], 16) > int(shade[5:7], 16) for shade in shades)  # orange
+    assert shades == sorted(shades, reverse=True)  # darker and darker
 
 
 def test_a_sweep_has_a_verdict_and_counts(store: Store) -> None:
