@@ -76,7 +76,9 @@ def main() -> None:
         take(page, *latest_sweep(arguments.address), arguments.folder)
     for path in arguments.folder.glob("mlflow-*.png"):
         # A page has few colours: a third of the bytes.
-        Image.open(path).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+        Image.open(path).convert("RGB").quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(
+            path, optimize=True
+        )
     print(f"wrote {', '.join(sorted(p.name for p in arguments.folder.glob('mlflow-*.png')))} to {arguments.folder}")
 
 

@@ -9,7 +9,7 @@ from sweep.tracking_knobs import CHECKPOINT, MICRO_BATCH, OFFLOAD, STRATEGY
 #: Columns in the order shown, and their widths in pixels. MLflow leaves out what no run has.
 OF_TRIALS: dict[str, int] = {
     "attributes.`Run Name`": 300,
-    "runDateAndNestInfo": 140,
+    "runDateAndNestInfo": 152,
     "tags.`verdict`": 76,
     "tags.`outcome`": 104,
     "metrics.`memory/peak_mib`": 142,
@@ -28,7 +28,7 @@ OF_TRIALS: dict[str, int] = {
 }
 OF_SWEEPS: dict[str, int] = {
     "attributes.`Run Name`": 220,
-    "runDateAndNestInfo": 140,
+    "runDateAndNestInfo": 152,
     "tags.`verdict`": 76,
     "tags.`preferred`": 260,
     "metrics.`sweep/trials`": 110,
