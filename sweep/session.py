@@ -229,15 +229,15 @@ class Session:
         """
         if self.closed:
             return
+        results = self.results()
         if status == "FINISHED":
             # Interrupted in here, the command finishes once more, with what it has by then.
             if not self.state.study:
-                repeat_in_turn(self.results(), self.display, self._store)
-            for traced in trace_chosen(self.results(), self.display):
+                repeat_in_turn(results, self.display, self._store)
+            for traced in trace_chosen(results, self.display):
                 self._save(traced)
         self.closed = True
         self.display.stop()
-        results = self.results()
         comparisons = self._judge(results) if results else []
         files, markdown = self._report(results) if results else ([], "")
         diagnoses = diagnoses_in(self.folder, self.state.started_at)
