@@ -265,9 +265,11 @@ def test_a_command_that_ends_amid_its_repeats_keeps_those_that_were_made(
                 break
             assert child.poll() is None
             time.sleep(0.1)
-    finally:
         child.send_signal(how)
         child.wait(timeout=60)
+    finally:
+        child.kill()  # whatever went wrong, it does not go on beside the other tests
+        child.wait()
     if how is signal.SIGINT:
         assert child.returncode == 130
         assert runs(project, "attributes.status = 'RUNNING'") == []
