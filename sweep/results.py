@@ -153,6 +153,13 @@ class Verification:
     scope: str = "full"  # "full", or what was cut: "4 of 24 blocks, batch 2"
     reason: str = ""  # why it failed, in words
     notes: list[str] = field(default_factory=list)
+    status: str = ""  # equal | not_equal | not_verified | not_comparable; "": a result of an earlier version
+    cause: str = ""  # code of what makes it differ, where that is known: see sweep.verify.Cause
+    where: str = ""  # what the cause names: a module, a parameter, an attribute
+    steps: int = 1  # optimizer steps compared
+    compared_share: float | None = None  # share of the trained parameters whose gradients were evidence: finite, not zero
+    mode: str = "full"  # "full" | "quick" (one step, as the workload is)
+    seconds: float = 0.0  # what verifying took, without what is shared with other strategies
 
 
 @dataclass
