@@ -130,6 +130,13 @@ class Prediction:
     peak_operator: str = ""
     at_peak_mib: dict[str, float] = field(default_factory=dict)
     what_if: list[WhatIf] = field(default_factory=list)  # where the peak does not lie in the activations
+    #: What is not counted, or not known, in one line each: shown under the table, and `fits` is less sure by them.
+    caveats: list[str] = field(default_factory=list)
+    largest_step: int | None = None  # optimizer step (from 0) with the peak; None: all steps are alike
+    shapes_differ: bool = False  # the batches differ in shape
+    growth_mib_per_step: float = 0.0  # what every step leaves behind: the peak is no constant
+    evaluation_mib: float | None = None  # allocated peak of evaluation; None: not predicted
+    held_outputs_mib: float = 0.0  # of the peak: outputs that the loop holds until the step ends
 
 
 @dataclass
@@ -188,6 +195,10 @@ class Measurement:
     step_ms_ci_high: float | None = None
     runs: list[Run] = field(default_factory=list)  # the repeats, interleaved with those of the other trials
     outside_ms: float | None = None  # median time of a step outside of all phases
+    largest_step: int | None = None  # optimizer step (from 0) with the peak; None: all steps are alike
+    shapes_differ: bool = False  # the batches differ in shape
+    growth_mib_per_step: float = 0.0  # what every step leaves behind: the peak is no constant
+    evaluation_mib: float | None = None  # allocated peak of evaluation; None: not measured
 
 
 @dataclass
@@ -253,6 +264,8 @@ class TrialResult:
     data: dict[str, Any] = field(default_factory=dict)  # what the data source says of itself (`describe()`)
     parameters: int | None = None
     blocks: int | None = None
+    block_patterns: list[str] = field(default_factory=list)  # modules taken as blocks, such as "encoder.layers.*"
+    block_share: float | None = None  # of the baseline's activations that lies in them; None: not known
     prediction: Prediction | None = None
     prediction_error: str = ""  # why there is none, in a trial that was measured all the same
     verification: Verification | None = None
