@@ -49,7 +49,8 @@ def bare_loop(config: Config) -> tuple[float, list[float]]:
     workload = build_workload(config.workload, CPU, build_data(config.workload))
     phases, times = Phases(), []
     with applied(
-        config.strategy, workload.model, workload.blocks, config.workload.global_batch_size, phases, CPU
+        config.strategy, workload.model, workload.blocks, config.workload.global_batch_size, phases, CPU,
+        workload.loss_state,
     ) as strategy:
         for step in range(m.warmup_steps + m.steps * m.repeats):
             begin = time.perf_counter()

@@ -114,7 +114,8 @@ def _loop(config: Config, device: torch.device, data: DataSource) -> Iterator[_L
     workload = build_workload(config.workload, device, data)
     torch.manual_seed(config.workload.seed + 1)
     with applied(
-        config.strategy, workload.model, workload.blocks, config.workload.global_batch_size, phases, device
+        config.strategy, workload.model, workload.blocks, config.workload.global_batch_size, phases, device,
+        workload.loss_state,
     ) as strategy:
         yield _Loop(workload, strategy, phases)
 
@@ -192,7 +193,7 @@ def _memory_over_a_step(
         stack.enter_context(ledger)
         stack.enter_context(loop.phases.listening(ledger))
         stack.enter_context(loop.phases.listening(recorder))
-        ledger.track(loop.workload.model, loop.workload.optimizer)
+        ledger.track(loop.workload.model, loop.workload.optimizer, loop.workload.loss_state)
         for batch in batches:
             ledger.reset_peak()
             recorder.begin()

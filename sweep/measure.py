@@ -115,11 +115,14 @@ def ledger_pass(
     ledger = Ledger(capacity_bytes=capacity, device_type=device.type)
     with ExitStack() as stack:
         strategy = stack.enter_context(
-            applied(config.strategy, workload.model, workload.blocks, config.workload.global_batch_size, phases, device)
+            applied(
+                config.strategy, workload.model, workload.blocks, config.workload.global_batch_size, phases, device,
+                workload.loss_state,
+            )
         )
         stack.enter_context(ledger)
         stack.enter_context(phases.listening(ledger))
-        ledger.track(workload.model, workload.optimizer)
+        ledger.track(workload.model, workload.optimizer, workload.loss_state)
         for batch in batches:
             ledger.reset_peak()
             run_step(

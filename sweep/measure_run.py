@@ -61,7 +61,10 @@ def timed_run(
     torch.manual_seed(config.workload.seed + 1)
     with ExitStack() as stack:
         strategy = stack.enter_context(
-            applied(config.strategy, workload.model, workload.blocks, config.workload.global_batch_size, phases, device)
+            applied(
+                config.strategy, workload.model, workload.blocks, config.workload.global_batch_size, phases, device,
+                workload.loss_state,
+            )
         )
         stack.enter_context(phases.listening(clock))
         run.eval_loss_before = evaluate(workload, m, strategy.micro_batch_size)
@@ -123,17 +126,13 @@ def evaluate(workload: Workload, conf: MeasureConf, micro_batch_size: int) -> fl
     """Held-out loss: mean over the targets of `eval_batches` global batches, in micro-batches. None: none asked for."""
     if not conf.eval_batches:
         return None
-    workload.model.eval()
     total, count = 0.0, 0
-    try:
-        with torch.no_grad():
-            for index in range(conf.eval_batches):
-                for part in split(workload.eval_batch(index, workload.conf.global_batch_size), micro_batch_size):
-                    count += workload.loss.count(part)
-                    with workload.autocast():
-                        total += workload.loss(workload.model, to_device(part, workload.device)).item()
-    finally:
-        workload.model.train()
+    with workload.evaluating(), torch.no_grad():
+        for index in range(conf.eval_batches):
+            for part in split(workload.eval_batch(index, workload.conf.global_batch_size), micro_batch_size):
+                count += workload.loss.count(part)
+                with workload.autocast():
+                    total += workload.loss(workload.model, to_device(part, workload.device)).item()
     return _finite(total / max(count, 1), None)
 
 

@@ -85,12 +85,15 @@ class HollowRun:
                 stack.enter_context(_held_sources())
             workload = _fresh_optimizer(workload)
             strategy = stack.enter_context(
-                applied(self.config.strategy, workload.model, workload.blocks, conf.global_batch_size, phases, CPU)
+                applied(
+                    self.config.strategy, workload.model, workload.blocks, conf.global_batch_size, phases, CPU,
+                    workload.loss_state,
+                )
             )
-            stack.callback(_drop_gradients, workload.model)
+            stack.callback(_drop_gradients, workload)
             stack.enter_context(ledger)
             stack.enter_context(phases.listening(ledger))
-            ledger.track(workload.model, workload.optimizer)
+            ledger.track(workload.model, workload.optimizer, workload.loss_state)
             for batch, targets in batches:
                 self.first_peak = max(self.first_peak, ledger.peak_bytes)
                 self.mark = len(ledger.log.order)
@@ -135,13 +138,11 @@ def _forward(workload: Workload, batch: Batch, phases: Phases, strategy: Applied
 
 
 def _evaluate(workload: Workload, batch: Batch, phases: Phases, strategy: Applied) -> None:
-    workload.model.eval()
     part = next(split(batch, strategy.micro_batch_size))
     with phases(Phase.data):
         inputs = to_device(part, workload.device)
-    with phases(Phase.forward), torch.no_grad(), workload.autocast():
+    with workload.evaluating(), phases(Phase.forward), torch.no_grad(), workload.autocast():
         workload.loss(workload.model, inputs)
-    workload.model.train()
 
 
 _WHAT = {"train": _train, "forward_backward": _forward_backward, "forward": _forward}
@@ -170,7 +171,8 @@ def _hollow_workload(conf: WorkloadConf, data: DataSource) -> Workload:
     if kept is None:
         with HollowLedger(known=_results[False]):
             kept = build_workload(conf, CPU, data)
-        _refuse_compiled(kept.model)
+        for _, module in kept.modules_with_state():
+            _refuse_compiled(module)
     _workloads[key] = kept
     while len(_workloads) > KEPT_WORKLOADS:
         _workloads.popitem(last=False)
@@ -179,7 +181,7 @@ def _hollow_workload(conf: WorkloadConf, data: DataSource) -> Workload:
 
 def _fresh_optimizer(workload: Workload) -> Workload:
     """The workload with optimizer, scheduler and scaler as they are before the first step."""
-    optimizer = build_optimizer(workload.conf, workload.model)
+    optimizer = build_optimizer(workload.conf, *(m for _, m in workload.modules_with_state()))
     scaler = None if workload.scaler is None else torch.amp.GradScaler("cpu")
     return dataclasses.replace(
         workload, optimizer=optimizer, scheduler=build_scheduler(workload.conf, optimizer), scaler=scaler
@@ -196,8 +198,8 @@ def _refuse_compiled(model: nn.Module) -> None:
             )
 
 
-def _drop_gradients(model: nn.Module) -> None:
-    for parameter in model.parameters():
+def _drop_gradients(workload: Workload) -> None:
+    for parameter in workload.parameters():
         parameter.grad = None
 
 

@@ -82,7 +82,8 @@ def probe_here(config: Config, strategies: list[StrategyConf]) -> Probed:
 def _micro_step_ms(workload: Workload, strategy: StrategyConf) -> float:
     phases, size = Phases(), strategy.micro_batch_size
     with applied(
-        strategy, workload.model, workload.blocks, workload.conf.global_batch_size, phases, workload.device
+        strategy, workload.model, workload.blocks, workload.conf.global_batch_size, phases, workload.device,
+        workload.loss_state,
     ) as force:
         parts = [next(iter(split(workload.train_batch(0), size)))]
         targets = workload.loss.count(parts[0])

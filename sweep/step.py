@@ -123,7 +123,7 @@ def update(workload: Workload) -> int:
     if workload.grad_clip_norm is not None:
         if scaler is not None:
             scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(workload.model.parameters(), workload.grad_clip_norm)
+        torch.nn.utils.clip_grad_norm_(workload.parameters(), workload.grad_clip_norm)
     updates = 1
     if scaler is None:
         optimizer.step()

@@ -56,7 +56,9 @@ def run_and_record(
     torch.manual_seed(conf.seed + 1)  # dropout
     with ExitStack() as stack:
         strategy_in_force = stack.enter_context(
-            applied(strategy, workload.model, workload.blocks, conf.global_batch_size, phases, device)
+            applied(
+                strategy, workload.model, workload.blocks, conf.global_batch_size, phases, device, workload.loss_state
+            )
         )
         if not dropout:
             stack.enter_context(NoDropout())
@@ -76,8 +78,8 @@ def run_and_record(
                 raise NotFinite(f"the baseline's loss is {record.loss[-1]} in step {step + 1} of the verification")
     assert watching is not None
     record.outputs, record.block_inputs = watching.outputs(), watching.block_inputs()
-    record.grads = {n: _host(p.grad) for n, p in workload.model.named_parameters() if p.grad is not None}
-    record.buffers = {n: _host(b) for n, b in workload.model.named_buffers()}
+    record.grads = {n: _host(p.grad) for n, p in workload.named_parameters() if p.grad is not None}
+    record.buffers = {n: _host(b) for n, b in workload.named_buffers()}
     record.rng = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
     if workload.scheduler is not None:
         record.scheduler_steps = workload.scheduler.last_epoch

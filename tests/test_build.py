@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from small_models import PlainSgd
-from small_workloads import CONVNET, DIGITS, GPT, TOKENS, WORKLOADS, config, data_of
+from small_workloads import CONVNET, DIGITS, GPT, TOKENS, VIT, WORKLOADS, config, data_of
 from torch import Tensor, nn
 
 from sweep.errors import BadInput
+from sweep.measure import ledger_pass
+from sweep.predict import predict
+from sweep.results import MIB
 from sweep.schema import WorkloadConf
 from sweep.step import Phases, run_step
 from sweep.workload import (
@@ -211,6 +214,70 @@ def test_a_loss_without_count_is_the_mean_over_samples() -> None:
         assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     for a, b in zip(whole.model.parameters(), split_up.model.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+
+
+PROXIES = {"loss.centres", "loss.scale"}
+HELD = {"loss.parts_proxies.centres", "loss.parts_proxies.scale", "loss.temperature"}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("target", "trained"), [("ProxyLoss", PROXIES), ("HoldingLoss", HELD)])
+def test_what_a_loss_holds_is_trained_like_the_model(target: str, trained: set[str], dtype: str) -> None:
+    c = conf(
+        model=VIT, data=DIGITS, loss={"_target_": f"small_models.{target}"}, dtype=dtype, grad_clip_norm=0.5,
+        optimizer={"name": "sgd", "lr": 0.5},
+    )  # fmt: skip
+    w = build_workload(c, CPU, data_of(c))
+    parameters = dict(w.named_parameters())
+    assert {n for n, p in parameters.items() if n.startswith("loss.") and p.requires_grad} == trained
+    assert len(parameters) == len({id(p) for p in w.parameters()}) == len(w.parameters())
+    before = {n: p.detach().clone() for n, p in parameters.items()}
+    for step in range(2):
+        run_step(w, w.train_batch(step), Phases())
+    assert all(not torch.equal(parameters[n], before[n]) for n in trained)
+    # Clipped together with the model's, and not added up over steps.
+    norm = torch.stack([p.grad.float().norm() for p in parameters.values() if p.grad is not None]).norm()
+    assert norm.item() == pytest.approx(0.5, rel=2e-2)
+    tensors = [*w.parameters(), *(b for _, b in w.named_buffers())]
+    assert {t.dtype for t in tensors} == {torch.bfloat16 if dtype == "bf16" else torch.float32}
+    assert all(torch.equal(t, p) for t, p in zip(before.values(), build_workload(c, CPU, w.data).parameters()))
+
+
+def test_evaluation_leaves_each_module_in_its_own_mode() -> None:
+    c = conf(model=VIT, data=DIGITS, loss={"_target_": "small_models.HoldingLoss"})
+    w = build_workload(c, CPU, data_of(c))
+    modes = {n: m.training for _, top in w.modules_with_state() for n, m in top.named_modules()}
+    with w.evaluating():
+        assert not any(m.training for _, top in w.modules_with_state() for m in top.modules())
+    assert {n: m.training for _, top in w.modules_with_state() for n, m in top.named_modules()} == modes
+    assert w.model.training and not modes["teacher"]
+
+
+@pytest.mark.parametrize(("target", "wrong"), [
+    ("UnreachableLoss", "temperature takes gradients and is no parameter"),
+    ("loss_with_global", "uses the global _shared_proxies"),
+])  # fmt: skip
+def test_state_of_a_loss_that_cannot_be_reached_is_refused_by_name(target: str, wrong: str) -> None:
+    c = conf(model=VIT, data=DIGITS, loss={"_target_": f"small_models.{target}"})
+    with pytest.raises(BadInput, match=f"workload.loss._target_=small_models.{target}: {wrong}"):
+        build_workload(c, CPU, data_of(c))
+
+
+@pytest.mark.parametrize("strategy", ["baseline", "offload_everything", "micro_batch"])
+def test_what_a_loss_holds_is_counted(strategy: str) -> None:
+    """Held parameters, their gradients and state; predicted and counted alike, and never moved to the host."""
+    of = lambda classes: config(
+        {"model": VIT, "data": DIGITS, "loss": {"_target_": "small_models.ProxyLoss", "classes": classes}}, strategy
+    )
+    small, large = of(10), of(100_010)
+    peaks = [ledger_pass(c, CPU, data_of(c.workload), None) for c in (small, large)]
+    predicted = predict(large, data_of(large.workload), emulations="cpu")
+    assert predicted.peak.mib == peaks[1].mib
+    further = 100_000 * 10 * 4 / MIB
+    for category, copies in (("parameter", 1), ("optimizer_state", 2)):
+        more = peaks[1].at_peak_mib[category] - peaks[0].at_peak_mib[category]
+        assert more == pytest.approx(copies * further, abs=0.01)
+    assert ("parameter", "loss.centres") in {(h.category, h.name) for h in peaks[1].largest}
 
 
 # -- optimizer -------------------------------------------------------------------------------------------------------

@@ -62,7 +62,8 @@ class Ledger(Watcher):
         count_python_data: bool = True,
     ) -> None:
         super().__init__(capacity_bytes, device_type, workspaces, count_python_data)
-        self._tracked: list[tuple[nn.Module, torch.optim.Optimizer | None]] = []
+        self._tracked: list[tuple[str, nn.Module]] = []  # with the prefix of its names
+        self._optimizers: list[torch.optim.Optimizer] = []
         self._phases: list[str] = []
         self._entered = 0
         self._intercept = Intercept(self)
@@ -116,19 +117,28 @@ class Ledger(Watcher):
 
     # -- what is tracked ---------------------------------------------------------------------------------------------
 
-    def track(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Count the model's parameters and buffers and the optimizer's state, each storage once, and know their names.
+    def track(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, loss: nn.Module | None = None
+    ) -> None:
+        """Count the parameters and buffers of the model and of the loss (where it has any) and the optimizer's state,
+        each storage once, and know their names.
 
         What is not known yet is taken to have come in the order of `model.to(device)`: inner modules first.
         """
-        self._tracked.append((model, optimizer))
-        for name, tensor, category in _in_order_of_to(model):
-            self._claim(tensor, category, name)
-        self._claim_gradients(model)
+        added = [("", model), *([] if loss is None else [("loss.", loss)])]
+        self._tracked += added
+        for prefix, module in added:
+            for name, tensor, category in _in_order_of_to(module, prefix):
+                self._claim(tensor, category, name)
+            if self._entered:
+                self._names.install(module, prefix)
+        self._claim_gradients()
         if optimizer is not None:
-            self._claim_state(model, optimizer)
-        if self._entered:
-            self._names.install(model)
+            self._optimizers.append(optimizer)
+            self._claim_state()
+
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((prefix + n, p) for prefix, module in self._tracked for n, p in module.named_parameters())
 
     def _claim(self, tensor: Tensor, category: Category, name: str) -> None:
         """Give a storage its category and name; count it if it is not known yet."""
@@ -147,27 +157,28 @@ class Ledger(Watcher):
             return
         self.log.owner.setdefault(id, name)
 
-    def _claim_gradients(self, model: nn.Module) -> None:
-        for name, parameter in model.named_parameters():
+    def _claim_gradients(self) -> None:
+        for name, parameter in self._named_parameters():
             gradient = parameter.grad
             if gradient is None:
                 continue
             for part in strided(gradient):
                 self._claim(part, Category.gradient, name)
 
-    def _claim_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-        for parameter, state in optimizer.state.items():
-            for tensor in tensors_in(state):
-                self._claim(tensor, Category.optimizer_state, names.get(parameter, ""))
+    def _claim_state(self) -> None:
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self._named_parameters()}
+        for optimizer in self._optimizers:
+            for parameter, state in optimizer.state.items():
+                for tensor in tensors_in(state):
+                    self._claim(tensor, Category.optimizer_state, names.get(parameter, ""))
 
     # -- entering, leaving, modules ----------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         self._entered += 1
         if self._entered == 1:
-            for model, _ in self._tracked:
-                self._names.install(model)
+            for prefix, module in self._tracked:
+                self._names.install(module, prefix)
         references_of_the_engine()
         self._intercept.__enter__()
         return self
@@ -193,15 +204,12 @@ class Ledger(Watcher):
         self._phases.pop()
         self._switch()
         if phase == Phase.backward:
-            for model, _ in self._tracked:
-                self._claim_gradients(model)
+            self._claim_gradients()
         elif phase == Phase.optimizer:
             self._micro_step = -1
-            for model, optimizer in self._tracked:
-                for name, parameter in model.named_parameters():  # an optimizer may have replaced their storages
-                    self._claim(parameter, Category.parameter, name)
-                if optimizer is not None:
-                    self._claim_state(model, optimizer)
+            for name, parameter in self._named_parameters():  # an optimizer may have replaced their storages
+                self._claim(parameter, Category.parameter, name)
+            self._claim_state()
 
     def _switch(self) -> None:
         self._phase = self._phases[-1] if self._phases else ""

@@ -22,11 +22,11 @@ class ModuleNames:
         self._marked = marked
         self._hooks: list[Any] = []
 
-    def install(self, model: nn.Module) -> None:
+    def install(self, model: nn.Module, prefix: str = "") -> None:
         for name, module in model.named_modules():
             if name:
-                self._hooks.append(module.register_forward_pre_hook(self._opener(name)))
-                self._hooks.append(module.register_forward_hook(self._closer(name), always_call=True))
+                self._hooks.append(module.register_forward_pre_hook(self._opener(prefix + name)))
+                self._hooks.append(module.register_forward_hook(self._closer(prefix + name), always_call=True))
 
     def remove(self) -> None:
         for hook in self._hooks:

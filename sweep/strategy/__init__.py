@@ -61,8 +61,12 @@ def applied(
     global_batch_size: int,
     phases: Phases,
     device: torch.device,
+    loss_state: nn.Module | None = None,
 ) -> Iterator[Applied]:
-    """The strategy on the model, inside; the model as it was, afterwards."""
+    """The strategy on the model, inside; the model as it was, afterwards.
+
+    loss_state: what the loss holds (`Workload.loss_state`), which stays on the device as the model does.
+    """
     micro = micro_batch_size(conf, global_batch_size)
     with ExitStack() as stack:
         stack.enter_context(checkpointing.checkpointing(conf.checkpoint, blocks, phases))
@@ -72,7 +76,7 @@ def applied(
         hooks: offload.Offload | SaveOnCpu = (
             SaveOnCpu(phases, device, conf.offload.pin_memory)
             if conf.offload.implementation is OffloadImplementation.save_on_cpu
-            else offload.Offload(conf.offload, model, blocks, phases, device)
+            else offload.Offload(conf.offload, [model, *filter(None, [loss_state])], blocks, phases, device)
         )
         stack.enter_context(hooks.installed())
         yield Applied(micro, hooks.around_forward, hooks.moved, conf)

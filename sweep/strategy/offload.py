@@ -105,10 +105,10 @@ class Offload:
     """The hooks of one trial. `around_forward` is entered around model and loss; `moved` counts the bytes."""
 
     def __init__(
-        self, conf: OffloadConf, model: nn.Module, blocks: list[Block], phases: Phases, device: torch.device
+        self, conf: OffloadConf, stays: list[nn.Module], blocks: list[Block], phases: Phases, device: torch.device
     ) -> None:
         check(conf, blocks)
-        self.conf, self.model, self.phases = conf, model, phases
+        self.conf, self.stays, self.phases = conf, stays, phases
         self.moved = Moved()
         self._blocks = blocks
         self._chosen = chosen_blocks(conf, len(blocks)) if blocks else set()
@@ -134,7 +134,7 @@ class Offload:
 
     @contextmanager
     def around_forward(self) -> Iterator[None]:
-        tensors = [*self.model.parameters(), *self.model.buffers()]
+        tensors = [t for module in self.stays for t in (*module.parameters(), *module.buffers())]
         self._resident = {t.untyped_storage()._cdata for t in tensors}
         self._tail = False
         self._inside.clear()  # an error in an earlier forward may have left entries

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, Protocol, cast
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from hydra.errors import InstantiationException
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 
 from sweep.errors import BadInput
 from sweep.schema import Dtype, Implementation, OptimizerName, Scheduler, WorkloadConf
+from sweep.workload.randomness import seed_everything
 
 #: Named tensors, dimension 0 the sample. `inputs` goes into the model, `targets` into the loss (-100: ignored).
 Batch = dict[str, Tensor]
@@ -61,6 +64,8 @@ class Workload:
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler | None
     scaler: torch.amp.GradScaler | None
+    #: What the loss holds of modules and parameters (a learned temperature, class centres, a teacher), None: nothing.
+    loss_state: nn.Module | None = None
     #: Device that autocast names; differs from `device` in prediction: CUDA's autocast rules on fake CPU tensors.
     autocast_device: str = field(default="")
 
@@ -68,9 +73,34 @@ class Workload:
     def grad_clip_norm(self) -> float | None:
         return self.conf.grad_clip_norm
 
-    @property
-    def parameters(self) -> int:
-        return sum(p.numel() for p in self.model.parameters())
+    def modules_with_state(self) -> list[tuple[str, nn.Module]]:
+        """All that is trained, with the prefix of its names: the model (""), and the loss where it has state."""
+        return [("", self.model), *([] if self.loss_state is None else [("loss.", self.loss_state)])]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of the model and of the loss, each once, frozen ones too."""
+        return _each_once((p + n, t) for p, m in self.modules_with_state() for n, t in m.named_parameters())
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        return _each_once((p + n, t) for p, m in self.modules_with_state() for n, t in m.named_buffers())
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for _, p in self.named_parameters()]
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Model and loss in evaluation mode, inside. Afterwards each module is in the mode that it was in."""
+        modules = [m for _, m in self.modules_with_state()]
+        before = [(m, m.training) for top in modules for m in top.modules()]
+        try:
+            for module in modules:
+                module.eval()
+            yield
+        finally:
+            for module in modules:
+                module.train()  # by its own method, which may do more than set the flags
+            for module, mode in before:
+                module.training = mode  # such as that of a teacher, which stays in evaluation mode
 
     def autocast(self) -> AbstractContextManager[object]:
         """Autocast for model and loss, or nothing."""
@@ -86,6 +116,17 @@ class Workload:
         return _floats_as(self.data.eval_batch(index, size), self.conf.dtype)
 
 
+_T = TypeVar("_T", bound=Tensor)
+
+
+def _each_once(named: Iterator[tuple[str, _T]]) -> Iterator[tuple[str, _T]]:
+    seen: set[int] = set()
+    for name, tensor in named:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
 AUTOCAST_DTYPE = {Dtype.amp_bf16: torch.bfloat16, Dtype.amp_fp16: torch.float16}
 
 
@@ -93,14 +134,19 @@ def build_workload(conf: WorkloadConf, device: torch.device, data: DataSource | 
     """Model (seeded), blocks, data, loss, optimizer and scheduler on `device`. Workloads may share `data`."""
     data = data if data is not None else build_data(conf)
     model = build_model(conf, device)
-    optimizer = build_optimizer(conf, model)
+    loss = build_loss(conf)
+    state = _loss_state(loss, conf)
+    if state is not None:
+        state = (state.to(torch.bfloat16) if conf.dtype is Dtype.bf16 else state).to(device)
+    optimizer = build_optimizer(conf, model, *([] if state is None else [state]))
     return Workload(
         conf=conf,
         device=device,
         model=model,
         blocks=find_blocks(model, conf.blocks),
         data=data,
-        loss=build_loss(conf),
+        loss=loss,
+        loss_state=state,
         optimizer=optimizer,
         scheduler=build_scheduler(conf, optimizer),
         scaler=torch.amp.GradScaler(device.type) if conf.dtype is Dtype.amp_fp16 else None,
@@ -113,7 +159,7 @@ def build_data(conf: WorkloadConf) -> DataSource:
 
 def build_model(conf: WorkloadConf, device: torch.device | None = None) -> nn.Module:
     """The model in training mode, its weights a function of the seed. None: on the current default device."""
-    torch.manual_seed(conf.seed)
+    seed_everything(conf.seed)
     model = _instantiate("workload.model", conf.model)
     if not isinstance(model, nn.Module):
         raise BadInput("workload.model._target_", conf.model["_target_"], "is no nn.Module", "name a module class")
@@ -166,8 +212,78 @@ class _MeanOverSamples:
         return len(next(iter(batch.values())))
 
 
-def build_optimizer(conf: WorkloadConf, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer over all parameters that take gradients."""
+def _loss_state(loss: Loss, conf: WorkloadConf) -> nn.Module | None:
+    """The module that the loss is, or one of those modules and parameters that it holds; None: it has neither.
+
+    Raises BadInput for state that cannot be reached by a device, an optimizer or a new trial.
+    """
+    of: Any = loss.mean if isinstance(loss, _MeanOverSamples) else loss
+    if isinstance(of, nn.Module):
+        return of
+    held = nn.Module()
+    for name, found in _held(of, "", set(), depth=3):
+        if isinstance(found, nn.Module):
+            held.add_module(name, found)
+        elif isinstance(found, nn.Parameter):
+            held.register_parameter(name, found)
+        else:
+            raise BadInput(
+                "workload.loss._target_",
+                conf.loss["_target_"],
+                f"{name} takes gradients and is no parameter",
+                "make it an nn.Parameter",
+            )
+    for function in (of, type(of).__call__):
+        if isinstance(function, FunctionType):
+            for name in function.__code__.co_names:
+                module = function.__globals__.get(name)
+                if isinstance(module, nn.Module) and any(p.requires_grad for p in module.parameters()):
+                    raise BadInput(
+                        "workload.loss._target_",
+                        conf.loss["_target_"],
+                        f"uses the global {name}, whose parameters would go from one trial into the next",
+                        "hold it in a class that makes it anew",
+                    )
+    return held if held._modules or held._parameters else None
+
+
+def _held(value: Any, name: str, seen: set[int], depth: int) -> Iterator[tuple[str, nn.Module | Tensor]]:
+    """Modules and tensors that take gradients within a loss: its attributes, arguments and closure, by name."""
+    if id(value) in seen or depth < 0:
+        return
+    seen.add(id(value))
+    if isinstance(value, (nn.Module, Tensor)):
+        if isinstance(value, (nn.Module, nn.Parameter)) or value.requires_grad:
+            yield name, value
+        return
+    inner: Mapping[Any, Any] = {}
+    if isinstance(value, partial):
+        inner = {"function": value.func, **dict(enumerate(value.args)), **value.keywords}
+    elif isinstance(value, MethodType):
+        inner = {"self": value.__self__}
+    elif isinstance(value, FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        inner = {n: _contents(c) for n, c in cells}
+    elif isinstance(value, (list, tuple)):
+        inner = dict(enumerate(value))
+    elif isinstance(value, Mapping):
+        inner = value
+    elif not isinstance(value, type) and hasattr(value, "__dict__"):
+        inner = vars(value)
+    for key, item in inner.items():
+        part = str(key).replace(".", "_")
+        yield from _held(item, f"{name}_{part}" if name else part, seen, depth - 1)
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
+
+
+def build_optimizer(conf: WorkloadConf, *modules: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer over all parameters of the modules that take gradients, each once."""
     o = conf.optimizer
     names = {OptimizerName.adamw: "AdamW", OptimizerName.adam: "Adam", OptimizerName.sgd: "SGD"}
     path = o.target or f"torch.optim.{names[o.name]}"
@@ -189,7 +305,7 @@ def build_optimizer(conf: WorkloadConf, model: nn.Module) -> torch.optim.Optimiz
     }[o.implementation]
     kwargs |= {k: v for k, v in choice.items() if k in accepted} | o.kwargs
     try:
-        return cls((p for p in model.parameters() if p.requires_grad), **kwargs)
+        return cls(list(dict.fromkeys(p for m in modules for p in m.parameters() if p.requires_grad)), **kwargs)
     except (TypeError, ValueError, RuntimeError) as error:
         raise BadInput("workload.optimizer", path, _first_line(error), "change workload.optimizer.*") from error
 
