@@ -14,6 +14,7 @@ from sweep.workload.build import (
     build_scheduler,
     build_workload,
     find_blocks,
+    map_batch,
     to_device,
 )
 
@@ -31,5 +32,6 @@ __all__ = [
     "build_scheduler",
     "build_workload",
     "find_blocks",
+    "map_batch",
     "to_device",
 ]

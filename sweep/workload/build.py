@@ -368,6 +368,11 @@ def _runs(children: list[tuple[str, nn.Module]]) -> Iterator[list[tuple[str, nn.
         yield run
 
 
+def map_batch(change: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
+    """The batch with `change` applied to each of its tensors."""
+    return {name: change(tensor) for name, tensor in batch.items()}
+
+
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """A copy on the device, on a CPU too: there the device is emulated, and its inputs count as device memory."""
     return {name: tensor.to(device, non_blocking=True, copy=True) for name, tensor in batch.items()}
