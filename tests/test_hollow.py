@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from sweep.errors import CannotPredict
+from sweep.memory import onednn
 from sweep.memory.hollow import hollow, is_hollow
 from sweep.memory.hollow_ledger import HollowLedger
+from sweep.memory.ledger import Ledger
 
 
 def test_a_tensor_of_a_tebibyte_takes_no_memory_and_can_be_shown() -> None:
@@ -146,3 +148,38 @@ def test_resizing_gives_another_storage() -> None:
         x.resize_(2, 3)
         assert x.untyped_storage().nbytes() == 500 * 100 * 4
         assert ledger.in_use_bytes == -(-500 * 100 * 4 // 512) * 512
+
+
+# -- oneDNN's LSTM ----------------------------------------------------------------------------------------------------
+
+
+def lstm_events(ledger: Ledger, inputs: Tensor, **options: Any) -> list[tuple[str, int, str]]:
+    """What an LSTM of 16 features takes forward and backward, in order."""
+    with HollowLedger() if is_hollow(inputs) else Ledger():
+        model = nn.LSTM(32, 16, dtype=inputs.dtype, **options)
+    with ledger:
+        model(inputs)[0].sum().backward()
+    return [(e.kind, e.bytes, e.operator) for e in ledger.events]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {}),
+        (torch.float32, {"num_layers": 2, "bidirectional": True, "dropout": 0.1, "batch_first": True}),
+        (torch.float32, {"bias": False}),
+        (torch.bfloat16, {}),
+    ],
+)
+def test_an_lstm_takes_what_onednn_takes(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    real = lstm_events(Ledger(), torch.randn(5, 7, 32, dtype=dtype), **options)
+    assert lstm_events(HollowLedger(), hollow((5, 7, 32), dtype), **options) == real
+    assert any(size > 16384 and operator == "aten.mkldnn_rnn_layer" for _, size, operator in real), "the workspace"
+
+
+def test_a_large_lstms_workspace_follows_from_a_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = lstm_events(Ledger(), torch.randn(6, 128, 32))
+    monkeypatch.setattr(onednn, "AFFORDABLE", 0)
+    assert lstm_events(HollowLedger(), hollow((6, 128, 32), torch.float32)) == real
+    with pytest.raises(CannotPredict, match="6 steps and 100 samples .* give a multiple of 64 samples"):
+        lstm_events(HollowLedger(), hollow((6, 100, 32), torch.float32))

@@ -9,7 +9,7 @@ FakeTensorMode.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 
 from sweep.errors import CannotPredict
 from sweep.memory.ledger_log import round_up
+from sweep.memory.onednn import LSTM_BACKWARD, LSTM_LAYER, lstm_workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +66,22 @@ class Forms:
                     pass
             with self._fake:
                 out = func(*_fake(args), **{key: _fake(value) for key, value in kwargs.items()})
-            return _form(out, {}, [])
+            form = _form(out, {}, [])
+            if func is LSTM_LAYER:
+                return _with_workspace(form, lstm_workspace(args))
+            return [replace(result, same_storage_as=-1) for result in form] if func is LSTM_BACKWARD else form
         except (DataDependentOutputException, DynamicOutputShapeException, _DependsOnValues) as error:
             raise CannotPredict(f"{name} depends on values, which are not there") from error
         except UnsupportedOperatorException as error:
             raise CannotPredict(f"torch cannot say what {name} returns") from error
         except _Sparse as error:
             raise CannotPredict(f"{name} returns a sparse tensor") from error
+
+
+def _with_workspace(form: Form, nbytes: int) -> Form:
+    """The form of an LSTM layer with `nbytes` of workspace as its last result."""
+    *results, workspace = form
+    return (*results, replace(workspace, nbytes=nbytes, rounded=round_up(nbytes), shape=(nbytes,), stride=(1,)))
 
 
 def _depends_on_values(func: Any) -> bool:
