@@ -24,7 +24,7 @@ PAGE_ROWS = 64
 def lstm_workspace(args: Any) -> int:
     """Bytes, for the arguments of mkldnn_rnn_layer: (steps, samples, features) and two weights first.
 
-    Raises CannotPredict for a layer that is too large to ask for and whose workspace does not follow from a smaller one.
+    Raises CannotPredict for a layer that is too large to ask for and whose workspace follows from no smaller one.
     """
     steps, samples, features = args[0].shape
     rows = tuple(args[1].shape), tuple(args[2].shape), args[0].dtype, tuple(args[7:])
