@@ -6,6 +6,9 @@ Pure functions of stored results: a report that is made again, or under another 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 from sweep.certainty import difference, disturbances, drift_of
 from sweep.checks import (
@@ -26,7 +29,7 @@ from sweep.conclusion import explain_conclusion, noise_words
 from sweep.knobs import Knobs, change_rank
 from sweep.reasons import NEVER, ONLY_EVIDENCE, REASONS, Case, next_step, outcome_reason
 from sweep.results import Comparison, Decision, Evidence, Outcome, TrialResult, Verdict
-from sweep.schema import BudgetConf
+from sweep.schema import BudgetConf, MinEvidence
 from sweep.words import EVIDENCE_SHORT, OUTCOME_WORDS, mib, ms, percent, ratio
 
 
@@ -163,17 +166,98 @@ def conclude(results: list[TrialResult], budget: BudgetConf, capacity_mib: float
     return comparison
 
 
-def compare(results: list[TrialResult], budget: BudgetConf, capacity_mib: float | None) -> list[Comparison]:
-    """One comparison per `fixed_id`, in the order in which they first occur: two workloads are never compared."""
-    return [conclude(group, budget, capacity_mib) for group in by_comparison(results)]
+@dataclass(frozen=True)
+class Group:
+    """The trials of one comparison, the baseline first, and what they are judged by."""
+
+    results: list[TrialResult]
+    budget: BudgetConf
+    capacity_mib: float | None  # of the device; None: not known
+    under: str = ""  # the settings in which its budget differs from others of the same trials, as typed
+
+    def conclude(self) -> Comparison:
+        return conclude(self.results, self.budget, self.capacity_mib)
+
+
+def grouped(
+    results: list[TrialResult],
+    budget: BudgetConf | None = None,
+    capacity_mib: float | None = None,
+    changes: Mapping[str, float | None] | None = None,
+) -> list[Group]:
+    """What is judged together: the trials of each comparison, under each of the budgets that they were started with.
+
+    A baseline belongs to every budget of its comparison. budget, capacity_mib: to judge all by; None: each comparison
+    by its own. changes: settings of the budget that are other than they were.
+    """
+    found = []
+    for trials in by_comparison(results):
+        whole = sorted(trials, key=lambda r: not r.is_baseline)  # stable: the others stay in order
+        capacity = next((c for r in whole if (c := _capacity_of(r)) is not None), None)
+        own: list[tuple[BudgetConf, list[TrialResult]]] = []
+        for result in sorted(trials, key=lambda r: r.is_baseline):  # budgets in the order of the candidates
+            for one in _budgets_of(result, budget, changes or {}):
+                alike = next((group for other, group in own if other == one), None)
+                if alike is None:
+                    own.append((one, alike := []))
+                alike.append(result)
+        for one, members in own:
+            ids = set(map(id, members))
+            together = [r for r in whole if r.is_baseline or id(r) in ids]
+            under = _difference(one, [other for other, _ in own])
+            found.append(Group(together, one, capacity if capacity_mib is None else capacity_mib, under))
+    return found
 
 
 def by_comparison(results: list[TrialResult]) -> list[list[TrialResult]]:
-    """The trials of each `fixed_id`, in the order in which they first occur."""
-    groups: dict[str, list[TrialResult]] = {}
+    """The trials of each `fixed_id` on the same data, in the order in which they first occur."""
+    groups: dict[tuple[str, str], list[TrialResult]] = {}
+    versions: dict[str, str] = {}
     for result in results:
-        groups.setdefault(result.fixed_id, []).append(result)
+        if result.data_version:
+            versions.setdefault(result.fixed_id, result.data_version)
+    for result in results:  # one that went wrong early does not know its data
+        version = result.data_version or versions.get(result.fixed_id, "")
+        groups.setdefault((result.fixed_id, version), []).append(result)
     return list(groups.values())
+
+
+def _capacity_of(result: TrialResult) -> float | None:
+    """The device's memory in MiB as the trial found it, or as it was configured."""
+    if result.capacity_mib is not None:
+        return result.capacity_mib
+    configured = (result.config.get("device") or {}).get("capacity_mib")
+    return None if configured is None else float(configured)
+
+
+def _budgets_of(
+    result: TrialResult, budget: BudgetConf | None, changes: Mapping[str, float | None]
+) -> list[BudgetConf]:
+    started = result.budgets or [result.config.get("budget") or {}]
+    stored = started if budget is None else [vars(budget)]
+    found: list[BudgetConf] = []
+    for one in (budget_of({**values, **changes}) for values in stored):
+        if one not in found:
+            found.append(one)
+    return found
+
+
+def budget_of(data: Mapping[str, Any]) -> BudgetConf:
+    """The budget from the plain form in which configs and reports store it. Keys of a newer version are ignored."""
+    values = {f.name: data[f.name] for f in fields(BudgetConf) if f.name in data}
+    least = values.get("min_evidence") or MinEvidence.auto
+    values["min_evidence"] = least if isinstance(least, MinEvidence) else MinEvidence[least]
+    return BudgetConf(**values)
+
+
+def _difference(one: BudgetConf, budgets: list[BudgetConf]) -> str:
+    """`budget.memory_mib=80`: the settings that are not equal in all `budgets`, as `one` has them."""
+    said = []
+    for key, value in vars(one).items():
+        if any(vars(other)[key] != value for other in budgets):
+            shown = f"{value:g}" if isinstance(value, float) else getattr(value, "name", value)
+            said.append(f"budget.{key}={'null' if value is None else shown}")
+    return " ".join(said)
 
 
 def _baseline_index(results: list[TrialResult]) -> int | None:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from sweep.memory.device import allocator_capacity, resolve_device
 from sweep.predict import predict
 from sweep.results import MIB, Prediction
 from sweep.schema import Config, WorkloadConf, plain
 from sweep.strategy import micro_batch_size
-from sweep.trial import digest
+from sweep.trial import digest, fixed_id, strategy_id
 from sweep.words import mib, percent
 from sweep.workload import DataSource, build_data
 
@@ -63,7 +62,7 @@ class Forecast:
         return self.judged(self.predicted(config), config)
 
     def predicted(self, config: Config) -> Prediction:
-        key = digest([plain(config.workload), plain(config.device), _effective(config)])
+        key = fixed_id(config) + strategy_id(config)
         if key not in self._known:
             self._known[key] = predict(config, data=self.data_of(config.workload))
         return self._known[key]
@@ -124,12 +123,6 @@ def signature(judgement: Judgement, config: Config) -> str:
     micro = micro_batch_size(config.strategy, config.workload.global_batch_size)
     others = [config.strategy.offload.implementation.name, config.strategy.offload.pin_memory]
     return digest([micro, *sizes, round(p.flops_per_step), round(p.recompute_flops_ratio, 9), *others])
-
-
-def _effective(config: Config) -> Any:
-    """A strategy without its name, which changes nothing."""
-    micro = micro_batch_size(config.strategy, config.workload.global_batch_size)
-    return plain(replace(config.strategy, name="", micro_batch_size=micro))
 
 
 def _capacity(config: Config, prediction: Prediction) -> tuple[float | None, float | None]:

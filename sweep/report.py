@@ -17,7 +17,7 @@ from typing import Any
 
 from sweep.errors import EXIT_BAD_INPUT, EXIT_OK, BadInput
 from sweep.report_best import shown_at_most
-from sweep.report_data import Report, Row, Section, budget_of, build
+from sweep.report_data import Report, Row, Section, build
 from sweep.report_html import html
 from sweep.report_markdown import describe, markdown
 from sweep.report_sensitivity_command import answer
@@ -43,7 +43,7 @@ __all__ = [
 
 def write_report(
     results: list[TrialResult],
-    budget: BudgetConf,
+    budget: BudgetConf | None,
     capacity_mib: float | None,
     folder: Path,
     *,
@@ -52,9 +52,9 @@ def write_report(
 ) -> Report:
     """Judge the trials and write report.json, report.md, report.html and the plots into `folder`.
 
-    capacity_mib: the device's memory, None where it is not known. command: what repeats the sweep. most: trials shown
-    beside the baselines, None: all. Raises ValueError without any result. A plot that cannot be drawn is a warning:
-    what was measured is worth more than its picture.
+    budget, capacity_mib (the device's memory): to judge all by; None: each comparison by its own. command: what repeats
+    the sweep. most: trials shown beside the baselines, None: all. Raises ValueError without any result. A plot that
+    cannot be drawn is a warning: what was measured is worth more than its picture.
     """
     report = build(results, budget, capacity_mib, folder, command, most=most)
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def read_sweep(folder: Path) -> list[TrialResult]:
             raise BadInput("folder", path, wrong, "move it away, or run that trial again") from error
         # A baseline that was measured early, for a candidate, lies in the folder of its own job as well.
         same = result.key or str(path)
-        results.setdefault(same, ((result.started_at, _natural(path)), result))
+        results.setdefault(same, ((result.started_at, _natural(path)), result))[1].join(result)
     if not results:
         raise BadInput("folder", folder, "holds no result.json", "give the output folder of a sweep, or run one")
     return [result for _, result in sorted(results.values(), key=lambda item: item[0])]
@@ -99,11 +99,9 @@ def _natural(path: Path) -> tuple[tuple[int, str], ...]:
 
 @dataclass
 class Stored:
-    """A sweep as it lies in its folder, and what its own report judged it by."""
+    """A sweep as it lies in its folder."""
 
     results: list[TrialResult]
-    budget: BudgetConf
-    capacity_mib: float | None
     command: str  # repeats the sweep
     most: int | None  # trials shown beside the baselines; None: all
 
@@ -120,30 +118,15 @@ class Stored:
                 stored = {}  # a report is made from results; a broken older one is no obstacle
         return cls(
             results=results,
-            budget=budget_of(stored.get("budget") or results[0].config.get("budget") or {}),
-            capacity_mib=stored["capacity_mib"] if "capacity_mib" in stored else _capacity_of(results),
             command=stored.get("command") or "",
             most=shown_at_most(folder, results),
         )
 
 
 def render(folder: Path) -> Report:
-    """The report of a sweep again, from its stored results and under the budget that it had."""
+    """The report of a sweep again, from its stored results and under the budgets that they had."""
     s = Stored.read(folder)
-    return write_report(s.results, s.budget, s.capacity_mib, folder, command=s.command, most=s.most)
-
-
-def _capacity_of(results: list[TrialResult]) -> float | None:
-    """The device's memory in MiB as the trials found it, or as it was configured."""
-    for result in results:
-        if result.capacity_mib is not None:
-            return result.capacity_mib
-        configured = (result.config.get("device") or {}).get("capacity_mib")
-        if configured is not None:
-            return float(configured)
-        if result.prediction is not None and result.prediction.capacity_mib is not None:
-            return result.prediction.capacity_mib
-    return None
+    return write_report(s.results, None, None, folder, command=s.command, most=s.most)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -158,16 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
         asked = asked_in(given)
         if asked:
             s = Stored.read(given.folder)
-            answer(
-                s.results,
-                s.budget,
-                s.capacity_mib,
-                given.folder,
-                asked,
-                report_console(),
-                command=s.command,
-                most=s.most,
-            )
+            answer(s.results, given.folder, asked, report_console(), command=s.command, most=s.most)
         else:
             print_report(render(given.folder))
     except BadInput as error:

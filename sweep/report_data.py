@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sweep.attribution import explain_comparison, explain_pair
-from sweep.decide import by_comparison, conclude
+from sweep.decide import conclude, grouped
 from sweep.findings import Explanation
 from sweep.report_best import best_of
-from sweep.report_notes import best_note, budget_note
+from sweep.report_notes import best_note
 from sweep.report_rows import Row
 from sweep.results import Comparison, TrialResult, to_dict
-from sweep.schema import BudgetConf, MinEvidence, plain
+from sweep.schema import BudgetConf, plain
 from sweep.sensitivity import survival_of
 from sweep.sensitivity_ranges import Sensitivity
 
@@ -28,6 +28,8 @@ class Section:
     comparison: Comparison
     rows: list[Row]
     results: list[TrialResult]
+    budget: BudgetConf
+    under: str = ""  # what its budget has that others of the same trials have not
     why: list[str] = field(default_factory=list)  # what the trials have in common and where they differ, in sentences
     survival: list[str] = field(default_factory=list)  # whether the choice would survive other budgets
     sensitivity: Sensitivity | None = None  # of all trials, those that are not shown included
@@ -53,7 +55,7 @@ class Section:
 
     @property
     def title(self) -> str:
-        return f"{self.comparison.workload} on {self.comparison.device}"
+        return f"{self.comparison.workload} on {self.comparison.device}" + (f", {self.under}" if self.under else "")
 
     def data(self) -> dict[str, Any]:
         """The section with the keys of report.json."""
@@ -72,6 +74,8 @@ class Section:
             "feasible": c.feasible,
             "cap_mib": c.cap_mib,
             "cap_source": c.cap_source,
+            "budget": plain(self.budget),
+            "capacity_mib": None if self.sensitivity is None else self.sensitivity.capacity_mib,
             "baseline": None if self.baseline is None else _row_data(self.baseline),
             "candidates": [_row_data(r) for r in self.candidates],
             "explanation": list(self.why),
@@ -95,8 +99,6 @@ class Report:
 
     sections: list[Section]
     folder: Path
-    budget: BudgetConf
-    capacity_mib: float | None
     command: str = ""  # repeats the sweep
     tracking: dict[str, Any] = field(default_factory=dict)  # the tracking group of the config
     plots: list[Path] = field(default_factory=list)
@@ -127,8 +129,6 @@ class Report:
     def data(self) -> dict[str, Any]:
         """report.json: the first comparison at the top, all of them under `comparisons` where there are several."""
         found: dict[str, Any] = {"schema_version": SCHEMA_VERSION, **self.sections[0].data()}
-        found["budget"] = plain(self.budget)
-        found["capacity_mib"] = self.capacity_mib
         found["command"] = self.command
         found["plots"] = [p.name for p in self.plots]
         if len(self.sections) > 1:
@@ -138,37 +138,37 @@ class Report:
 
 def build(
     results: list[TrialResult],
-    budget: BudgetConf,
+    budget: BudgetConf | None,
     capacity_mib: float | None,
     folder: Path,
     command: str = "",
     *,
     most: int | None = None,
+    changes: Mapping[str, float | None] | None = None,
 ) -> Report:
     """Judge all trials and arrange them. Raises ValueError without any result.
 
-    most: trials shown beside the baselines (see `best_of`); None: all.
+    budget, capacity_mib, changes: as for `sweep.decide.grouped`. most: trials shown beside the baselines (see
+    `best_of`); None: all.
     """
     if not results:
         raise ValueError("a report needs at least one trial")
     sections = []
-    for trials in by_comparison(results):
-        whole = sorted(trials, key=lambda r: not r.is_baseline)  # stable: the others stay in order
-        comparison = conclude(whole, budget, capacity_mib)
+    for judged in grouped(results, budget, capacity_mib, changes):
+        whole, comparison = judged.results, judged.conclude()
         group = whole
-        if most is not None:
-            group = best_of(whole, comparison, most)
-            comparison = comparison if len(group) == len(whole) else conclude(group, budget, capacity_mib)
+        if most is not None and len(group := best_of(whole, comparison, most)) < len(whole):
+            comparison = conclude(group, judged.budget, judged.capacity_mib)
         why = _explanations(group, comparison)
         rows = [Row.of(r, d, e) for r, d, e in zip(group, comparison.decisions, why)]
-        section = Section(comparison, rows, group, explain_comparison(group, comparison.preferred_index))
-        section.sensitivity = Sensitivity(whole, budget, capacity_mib)
+        section = Section(comparison, rows, group, judged.budget, judged.under)
+        section.why = explain_comparison(group, comparison.preferred_index)
+        section.sensitivity = Sensitivity(whole, judged.budget, judged.capacity_mib)
         section.survival = survival_of(section.sensitivity)
-        notes = (best_note(len(group), len(whole)), budget_note(whole, budget, folder))
-        section.notes = [note for note in notes if note]
+        section.notes = [note for note in (best_note(len(group), len(whole)),) if note]
         sections.append(section)
     tracking = results[0].config.get("tracking") or {}
-    return Report(sections, folder, budget, capacity_mib, command, tracking)
+    return Report(sections, folder, command, tracking)
 
 
 def _explanations(results: list[TrialResult], comparison: Comparison) -> list[Explanation | None]:
@@ -176,13 +176,5 @@ def _explanations(results: list[TrialResult], comparison: Comparison) -> list[Ex
     index = comparison.baseline_index
     if index is None:
         return [None] * len(results)
-    found = [None if i == index else explain_pair(results[index], r) for i, r in enumerate(results)]
+    found = [None if r.is_baseline else explain_pair(results[index], r) for r in results]
     return [e if e is not None and (e.peak is not None or e.time is not None) else None for e in found]
-
-
-def budget_of(data: dict[str, Any]) -> BudgetConf:
-    """The budget from the plain form in which configs and reports store it. Keys of a newer version are ignored."""
-    fields = {f.name for f in dataclasses.fields(BudgetConf)}
-    values = {k: v for k, v in data.items() if k in fields}
-    values["min_evidence"] = MinEvidence[values.get("min_evidence") or "auto"]
-    return BudgetConf(**values)

@@ -9,7 +9,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from sweep.decide import by_comparison
+from sweep.decide import Group, grouped
 from sweep.report_sensitivity_options import Asked, option
 from sweep.results import TrialResult, to_dict, write_json
 from sweep.schema import BudgetConf, plain
@@ -93,6 +93,8 @@ class Survey:
             "mode": c.mode,
             "evidence": c.evidence,
             "fixed_id": c.fixed_id,
+            "budget": plain(s.budget),
+            "capacity_mib": s.capacity_mib,
             "present": {"verdict": c.verdict, "preferred": c.preferred, "cap_mib": c.cap_mib},
             "words": self.words,
             "caveats": self.caveats + self.notes,
@@ -135,18 +137,19 @@ def _cell_data(keys: tuple[str, ...], cell: Cell) -> dict[str, Any]:
     }
 
 
-def survey(results: list[TrialResult], budget: BudgetConf, capacity_mib: float | None, asked: Asked) -> list[Survey]:
-    """One survey per comparison. budget, capacity_mib: the sweep's own; what is not asked about stays as it is."""
-    groups = [sorted(group, key=lambda r: not r.is_baseline) for group in by_comparison(results)]
-    return [_survey(group, budget, capacity_mib, asked) for group in groups]
+def survey(
+    results: list[TrialResult], budget: BudgetConf | None, capacity_mib: float | None, asked: Asked
+) -> list[Survey]:
+    """One survey per comparison. budget, capacity_mib: None: each's own; what is not asked about stays as it is."""
+    return [_survey(group, asked) for group in grouped(results, budget, capacity_mib)]
 
 
-def _survey(results: list[TrialResult], budget: BudgetConf, capacity_mib: float | None, asked: Asked) -> Survey:
-    s = Sensitivity(results, budget, capacity_mib)
+def _survey(group: Group, asked: Asked) -> Survey:
+    s = Sensitivity(group.results, group.budget, group.capacity_mib)
     axes = axes_of(s)
     axes += [axis for key, axis in AXES.items() if key in asked and axis not in axes and s.matters(axis)]
     found = Survey(
-        title=f"{s.present.workload} on {s.present.device}",
+        title=f"{s.present.workload} on {s.present.device}" + (f", {group.under}" if group.under else ""),
         sensitivity=s,
         words=[line for axis in axes for line in _change_words(s, axis)],
         caveats=caveats(s),
@@ -184,7 +187,7 @@ def _no_answer(found: Survey, axis: Axis) -> str:
     return f"no trial beside the baseline has a {what} to hold it against"
 
 
-def write_survey(surveys: list[Survey], folder: Path, asked: Asked, budget: BudgetConf, command: str) -> list[Path]:
+def write_survey(surveys: list[Survey], folder: Path, asked: Asked, command: str) -> list[Path]:
     """Write sensitivity.json, sensitivity.md and the pictures into `folder`; returns them. Nothing else is touched.
 
     A picture that cannot be drawn is a warning, as in a report.
@@ -205,8 +208,6 @@ def write_survey(surveys: list[Survey], folder: Path, asked: Asked, budget: Budg
         "schema_version": SCHEMA_VERSION,
         "command": command,
         "asked": asked,
-        "budget": plain(budget),
-        "capacity_mib": surveys[0].sensitivity.capacity_mib,
         "plots": [path.name for path in pictures],
         "comparisons": [found.data() for found in surveys],
     }

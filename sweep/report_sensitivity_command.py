@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -15,13 +14,10 @@ from sweep.report_sensitivity_options import Asked, option
 from sweep.report_sensitivity_terminal import print_survey
 from sweep.report_terminal import print_report
 from sweep.results import TrialResult
-from sweep.schema import BudgetConf
 
 
 def answer(
     results: list[TrialResult],
-    budget: BudgetConf,
-    capacity_mib: float | None,
     folder: Path,
     asked: Asked,
     console: Console,
@@ -31,13 +27,13 @@ def answer(
 ) -> list[Path]:
     """Judge `results` under the budgets asked about; print it, and write sensitivity.* into `folder`; returns these.
 
-    budget, capacity_mib: the sweep's own. With one value for each setting the whole report under that budget is printed
-    as well. The sweep's own report is not touched. command, most: as for `sweep.report_data.build`.
+    With one value for each setting the whole report under that budget is printed as well. The sweep's own report is not
+    touched. command, most: as for `sweep.report_data.build`.
     """
     options = options_words(asked)
     if all(len(values) == 1 for values in asked.values()):
-        other = replace(budget, **{key: values[0] for key, values in asked.items()})  # type: ignore[arg-type]
-        report = build(results, other, capacity_mib, folder, command, most=most)
+        other = {key: values[0] for key, values in asked.items()}
+        report = build(results, None, None, folder, command, most=most, changes=other)
         report.options = options
         words = ", ".join(f"budget.{key}={_typed(values[0])}" for key, values in asked.items())
         for section in report.sections:
@@ -46,9 +42,9 @@ def answer(
                 *section.notes,
             ]
         print_report(report, console)
-    surveys = survey(results, budget, capacity_mib, asked)
+    surveys = survey(results, None, None, asked)
     again = f"python -m sweep.report {shlex.quote(shown_path(folder))} {options}"
-    files = write_survey(surveys, folder, asked, budget, again)
+    files = write_survey(surveys, folder, asked, again)
     print_survey(surveys, files, console)
     return files
 

@@ -255,9 +255,11 @@ class TrialResult:
     evidence: str
     is_baseline: bool
     fixed_id: str  # digest of all that must be equal within a comparison (workload, device, measure, mode)
-    strategy_id: str = ""  # digest of the strategy config
+    strategy_id: str = ""  # digest of what the strategy does: with `fixed_id`, what is computed
     mode: str = "measure"  # "measure" | "predict"
     config: dict[str, Any] = field(default_factory=dict)  # resolved
+    #: What it is judged by: `config["budget"]`, and those of the jobs that asked for the same computation again.
+    budgets: list[dict[str, Any]] = field(default_factory=list)
     overrides: list[str] = field(default_factory=list)
     command: str = ""  # repeats this trial
     data_version: str = ""
@@ -286,10 +288,13 @@ class TrialResult:
 
     @property
     def key(self) -> str:
-        """Tells trials apart. A baseline that was run for another job lies in its own job's folder, too, and is one."""
-        if self.mlflow_run_id:
-            return self.mlflow_run_id
-        return f"{self.fixed_id} {self.strategy_id} {self.started_at}" if self.is_baseline else self.folder
+        """Tells trials apart. What was computed for one job lies in the folder of another that asked for it, too."""
+        same = f"{self.fixed_id} {self.strategy_id} {self.started_at}" if self.started_at else self.folder
+        return self.mlflow_run_id or same
+
+    def join(self, again: TrialResult) -> None:
+        """`again` is the same trial as it lies in the folder of another job: judge it by that job's budget, too."""
+        self.budgets += [budget for budget in again.budgets if budget not in self.budgets]
 
     @property
     def peak_mib(self) -> float | None:

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from sweep import tracking
-from sweep.decide import by_comparison, conclude
+from sweep.decide import grouped
 from sweep.diagnose_job import diagnoses_in, print_all, run_diagnosis
 from sweep.diagnosis import Diagnosis
 from sweep.errors import EXIT_NOTHING_FEASIBLE, EXIT_OK
@@ -29,10 +29,10 @@ from sweep.report import Report, print_report, report_console, single_line, writ
 from sweep.report import describe as describe_report
 from sweep.results import Comparison, Evidence, Outcome, Prediction, TrialResult, read_trial
 from sweep.rounds import in_own_process, repeat_in_turn
-from sweep.schema import Config, Mode, StrategyConf, TrackingConf, typed
+from sweep.schema import Config, Mode, StrategyConf, TrackingConf, plain, typed
 from sweep.session_state import State, now, read_state
 from sweep.tracing import files_of, trace_chosen
-from sweep.trial import check_trial, describe, fixed_id, is_baseline, run_trial, save
+from sweep.trial import check_trial, describe, fixed_id, is_baseline, run_trial, save, strategy_id
 from sweep.trial_names import name_strategy, trial_name, without_search
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -112,17 +112,28 @@ class Session:
         config.device = resolve_device(config.device)
         name_strategy(config)
         check_trial(config, self.checked)
-        wanted_is_baseline = is_baseline(config.strategy, config.workload.global_batch_size)
-        if not wanted_is_baseline:
-            if config.compare:
-                self._ensure_baseline(config, overrides)
-            return self._trial(config, trial_name(config, overrides), folder, overrides)
-        with self._baseline_lock(config):
-            done = self._known_baseline(config)
-            if done is None or done.strategy_id != describe(config, "").strategy_id:
+        if is_baseline(config.strategy, config.workload.global_batch_size):
+            with self._lock(config):
+                done = self._known_baseline(config)
+                if done is None:
+                    return self._trial(config, trial_name(config, overrides), folder, overrides)
+                return self._again(done, config, folder)  # an earlier candidate needed it
+        if config.compare:
+            self._ensure_baseline(config, overrides)
+        begun = self._lock_file(config).exists()
+        with self._lock(config):
+            done = self._known(config) if begun else None
+            if done is None:
                 return self._trial(config, trial_name(config, overrides), folder, overrides)
-            save(replace(done), folder)  # measured already, because an earlier candidate needed it
-            return done
+            words = f"{trial_name(config, overrides)}: the same computation as {done.name}, so not run again"
+            self.display.console.print(words, markup=False, highlight=False)
+            return self._again(done, config, folder)
+
+    def _again(self, done: TrialResult, config: Config, folder: Path) -> TrialResult:
+        """Leave in a job's folder what has been computed already, to be judged by the job's budget, too."""
+        self.display.skip()
+        save(replace(done, budgets=[plain(config.budget)]), folder)
+        return done
 
     def diagnose(self, config: Config, folder: Path, overrides: Sequence[str]) -> Diagnosis:
         """Say what fills the baseline's memory and what to try, by prediction. No trial is run."""
@@ -157,11 +168,11 @@ class Session:
         return self._known_baseline(config)
 
     def _ensure_baseline(self, config: Config, overrides: Sequence[str]) -> None:
-        with self._baseline_lock(config):
+        baseline = replace(config, strategy=StrategyConf(name="baseline"))
+        with self._lock(baseline):
             if self._known_baseline(config) is not None:
                 return
             self.display.one_more()
-            baseline = replace(config, strategy=StrategyConf(name="baseline"))
             others = [o for o in overrides if not o.lstrip("+~").startswith("strategy")]
             folder = self._baseline_folder(config)
             self._trial(baseline, trial_name(baseline, others), folder, [*others, "strategy=baseline"])
@@ -170,8 +181,17 @@ class Session:
         folder = self.folder / "baseline"
         return self.folder / f"baseline_{fixed_id(config)}" if folder.exists() else folder
 
-    def _baseline_lock(self, config: Config) -> FileLock:
-        return FileLock(self.folder / f".baseline_{fixed_id(config)}.lock")
+    def _lock_file(self, config: Config) -> Path:
+        return self.folder / f".{fixed_id(config)}_{strategy_id(config)}.lock"
+
+    def _lock(self, config: Config) -> FileLock:
+        """One process at a time computes what `config` says; the others find its result."""
+        return FileLock(self._lock_file(config))
+
+    def _known(self, config: Config) -> TrialResult | None:
+        """A trial of this session that was the same computation and came to its end."""
+        wanted, ended = (fixed_id(config), strategy_id(config)), (Outcome.ok.value, Outcome.over_budget.value)
+        return next((r for r in self.results() if (r.fixed_id, r.strategy_id) == wanted and r.outcome in ended), None)
 
     def _known_baseline(self, config: Config) -> TrialResult | None:
         wanted = fixed_id(config)
@@ -214,12 +234,14 @@ class Session:
         """All trials of this session so far, each once, the inserted baseline first, then in order of their start."""
         found: dict[str, TrialResult] = {}
         self._folders = {}
-        for path in self.folder.glob("**/result.json"):
+        for path in sorted(self.folder.glob("**/result.json")):
             result = read_trial(path)
             if result.started_at >= self.state.started_at:
                 self._folders.setdefault(result.key, []).append(path.parent)
-                if result.key not in found or path.parent.name.startswith("baseline"):
-                    found[result.key] = result
+                earlier = found.setdefault(result.key, result)
+                earlier.join(result)
+                if path.parent.name.startswith("baseline"):
+                    earlier.folder = result.folder
         return sorted(found.values(), key=lambda r: (not r.is_baseline, r.started_at, r.folder))
 
     def finish(self, status: tracking.Status = "FINISHED") -> None:
@@ -259,8 +281,8 @@ class Session:
         config = typed(results[0].config)
         report = write_report(
             results,
-            config.budget,
-            results[0].capacity_mib,
+            None,
+            None,
             self.folder,
             command=self.state.command,
             most=config.search.report_best if self.state.study else None,
@@ -273,12 +295,15 @@ class Session:
 
     def _judge(self, results: list[TrialResult]) -> list[Comparison]:
         """Decide each comparison, and record its decisions."""
-        budget = typed(results[0].config).budget
         comparisons = []
-        for group in by_comparison(results):
-            comparison = conclude(group, budget, results[0].capacity_mib)
+        decided: set[int] = set()  # of a trial that is judged by several budgets, the first is recorded
+        for group in grouped(results):
+            comparison = group.conclude()
             comparisons.append(comparison)
-            for result, decision in zip(group, comparison.decisions):
+            for result, decision in zip(group.results, comparison.decisions):
+                if id(result) in decided:
+                    continue
+                decided.add(id(result))
                 result.decision = decision
                 self._save(result)
                 if self._store is not None:

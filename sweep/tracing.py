@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from sweep.decide import by_comparison, conclude
+from sweep.decide import grouped
 from sweep.findings import Trace
 from sweep.isolate import run_isolated_trace
 from sweep.outcomes import one_line
@@ -32,10 +32,8 @@ def trace_chosen(results: list[TrialResult], display: Display) -> Iterator[Trial
     asking = [r for r in results if r.config.get("explain") and r.mode == Mode.measure.value]
     if not asking:
         return
-    budget = typed(asking[0].config).budget
-    wanted = [
-        r for group in by_comparison(asking) for r in chosen(conclude(group, budget, results[0].capacity_mib), group)
-    ]
+    picked = [r for group in grouped(asking) for r in chosen(group.conclude(), group.results)]
+    wanted = [r for i, r in enumerate(picked) if not any(r is earlier for earlier in picked[:i])]
     if not wanted:
         return
     display.repeats(len(wanted), "traces")

@@ -26,8 +26,19 @@ from sweep.memory.device import machine_has
 from sweep.outcomes import one_line, outcome_of
 from sweep.predict import predict
 from sweep.results import Evidence, Outcome, Prediction, TrialResult, write_json
-from sweep.schema import Config, DeviceConf, Dtype, Granularity, Mode, Placement, StrategyConf, plain
+from sweep.schema import (
+    Config,
+    DeviceConf,
+    Dtype,
+    Granularity,
+    Mode,
+    OffloadImplementation,
+    Placement,
+    StrategyConf,
+    plain,
+)
 from sweep.strategy import check_blocks, micro_batch_size
+from sweep.strategy.checkpointing import MATMUL_AND_ATTENTION
 from sweep.verify import verify
 from sweep.what_if import what_if
 from sweep.workload import build_data, build_outline, find_blocks
@@ -159,9 +170,10 @@ def describe(config: Config, name: str) -> TrialResult:
         evidence=evidence.value,
         is_baseline=is_baseline(config.strategy, config.workload.global_batch_size),
         fixed_id=fixed_id(config),
-        strategy_id=digest(plain(config.strategy)),
+        strategy_id=strategy_id(config),
         mode=config.mode.value,
         config=plain(config),
+        budgets=[plain(config.budget)],
         capacity_mib=config.device.capacity_mib,
         environment=environment(),
         started_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -178,13 +190,50 @@ def is_baseline(strategy: StrategyConf, global_batch_size: int) -> bool:
 
 
 #: Fields of `measure` that change how the same is measured, and not what.
-HOW_TO_MEASURE = ("isolate", "timeout_s", "verify", "interleave", "drift")
+HOW_TO_MEASURE = ("isolate", "timeout_s", "verify", "verify_steps", "ledger", "interleave", "drift")
 
 
 def fixed_id(config: Config) -> str:
-    """Digest of what must be equal for two trials to be comparable."""
+    """Digest of what must be equal for two trials to be comparable. The data's version, which only the data know, is
+    compared beside it (see `sweep.decide.by_comparison`)."""
+    workload = {k: v for k, v in plain(config.workload).items() if k != "name"}
+    device = {k: v for k, v in plain(config.device).items() if k not in ("source", "torch_name")}
     measure_conf = {k: v for k, v in plain(config.measure).items() if k not in HOW_TO_MEASURE}
-    return digest([plain(config.workload), plain(config.device), measure_conf, config.mode.value])
+    return digest([workload, device, measure_conf, config.mode.value])
+
+
+def strategy_id(config: Config) -> str:
+    """Digest of what the strategy does; equal with that of the baseline for all that change nothing."""
+    return digest(effective(config))
+
+
+def effective(config: Config) -> dict[str, Any]:
+    """The keys of the strategy that mean something beside each other, the workload and the device, by their dotted
+    names: two strategies with equal ones are one computation, whatever they are called."""
+    s, on_cuda = config.strategy, config.device.type == "cuda"
+    c, o = s.checkpoint, s.offload
+    found: dict[str, Any] = {"micro_batch_size": micro_batch_size(s, config.workload.global_batch_size)}
+    if c.granularity is not Granularity.none:
+        found["checkpoint.granularity"] = c.granularity.name
+        if c.granularity is Granularity.segments:
+            found["checkpoint.segment_size"] = c.segment_size
+        else:
+            found["checkpoint.every_k"] = c.every_k
+        if c.granularity is Granularity.parts:
+            found["checkpoint.parts"] = sorted(set(c.parts))
+        if c.granularity is Granularity.selective:
+            kept = MATMUL_AND_ATTENTION if c.keep_ops is None else c.keep_ops
+            found["checkpoint.keep_ops"] = sorted({op if op.count(".") > 1 else f"{op}.default" for op in kept})
+    if o.placement is not Placement.none:
+        found["offload.implementation"] = o.implementation.name
+        if on_cuda:
+            found["offload.pin_memory"] = o.pin_memory
+        if o.implementation is OffloadImplementation.hooks:  # save_on_cpu moves whatever is saved
+            found |= {"offload.placement": o.placement.name, "offload.keep_last": o.keep_last}
+            found["offload.min_tensor_kib"] = float(o.min_tensor_kib)
+            if o.placement is Placement.blocks:
+                found["offload.blocks"] = str(o.blocks).replace(" ", "").strip("[]")
+    return found
 
 
 def digest(value: Any) -> str:

@@ -159,7 +159,7 @@ def trial(
         "evidence": evidence,
         "is_baseline": is_baseline,
         "fixed_id": fixed_id,
-        "strategy_id": strategy,
+        "strategy_id": changes.get("name", strategy),
         "mode": mode,
         "config": config(strategy, **(knobs or {})),
         "overrides": [f"strategy={strategy}"],

@@ -12,7 +12,7 @@ import pytest
 from made_up import measurement, peak, prediction, sweep_of_six, sweep_over_seeds, trial, verified
 
 from sweep.checks import STRENGTH
-from sweep.decide import compare, conclude, decide, memory_cap
+from sweep.decide import conclude, decide, grouped, memory_cap
 from sweep.findings import Conditions, Run
 from sweep.reasons import REASONS, Case
 from sweep.results import Comparison, Decision, Outcome, TrialResult, from_dict, to_dict
@@ -691,12 +691,41 @@ def test_a_cpu_verdict_never_speaks_of_a_gpu_gain() -> None:
 
 def test_two_workloads_are_two_comparisons() -> None:
     results = sweep_of_six() + [changed(r, fixed_id="f2", workload="vit_digits") for r in sweep_of_six()[1:]]
-    first, second = compare(results, BudgetConf(), None)
+    first, second = (group.conclude() for group in grouped(results, BudgetConf(), None))
     assert (first.workload, first.preferred) == ("gpt_tiny", "baseline")
     assert (second.workload, second.baseline, len(second.decisions)) == ("vit_digits", None, 5)
     assert "there is no baseline here" in second.against
     with pytest.raises(ValueError, match="one fixed_id"):
         conclude(results, BudgetConf(), None)
+
+
+def test_each_comparison_is_judged_by_its_own_device_and_its_own_budget() -> None:
+    large, small = (
+        [changed(r, fixed_id=device, device=device, capacity_mib=capacity) for r in sweep_of_six()]
+        for device, capacity in (("large", 400.0), ("small", 200.0))
+    )
+    first, second = (group.conclude() for group in grouped([*large, *small]))
+    assert (first.cap_mib, first.preferred) == (400.0, "baseline")
+    assert (second.cap_mib, second.preferred) == (200.0, "micro_batch")
+    # One run that two jobs asked for, under a budget each; the baseline was run for the first.
+    results = sweep_of_six()
+    for r in results:
+        r.budgets = [{"memory_mib": 115.0}] if r.is_baseline else [{"memory_mib": 115.0}, {"memory_mib": 150.0}]
+    results[1].budgets.pop()
+    strict, loose = grouped(results)
+    assert (strict.conclude().cap_mib, strict.conclude().preferred) == (115.0, "hybrid")
+    assert (loose.conclude().cap_mib, loose.conclude().preferred) == (150.0, "checkpoint")
+    assert loose.conclude().baseline == "baseline"
+    assert (len(strict.results), len(loose.results)) == (6, 5)
+    assert loose.under == "budget.memory_mib=150"
+
+
+def test_trials_of_other_data_are_another_comparison() -> None:
+    results = [changed(r, data_version="a") for r in sweep_of_six()]
+    results[2].data_version, results[3].data_version = "b", ""  # the data changed; it ended before it knew
+    first, second = grouped(results)
+    assert [r.name for r in second.results] == ["checkpoint"]
+    assert len(first.results) == 5
 
 
 def test_of_several_baselines_the_one_that_ran_is_the_reference() -> None:

@@ -16,6 +16,7 @@ from made_up import peak, prediction, sweep_of_six, trial, verified
 from rich.console import Console
 
 from sweep import report_plots
+from sweep.decide import budget_of
 from sweep.errors import BadInput
 from sweep.report import (
     describe,
@@ -28,7 +29,7 @@ from sweep.report import (
     single_line,
     write_report,
 )
-from sweep.report_data import Report, budget_of, build
+from sweep.report_data import Report, build
 from sweep.report_words import largest_line, memory_row, memory_shares, mlflow_line
 from sweep.results import Holder, Peak, TrialResult, to_dict, write_json
 from sweep.schema import BudgetConf, MinEvidence, plain
@@ -449,8 +450,12 @@ def stored(results: list[TrialResult], folder: Path) -> None:
 def test_a_report_made_again_has_the_same_verdicts(report: Report) -> None:
     results = [r for section in report.sections for r in section.results]
     results = [dataclasses.replace(r, mlflow_run_id=f"run-{i}") for i, r in enumerate(results)]
+    section = report.sections[0]
+    assert section.sensitivity is not None
+    for result in results:
+        result.budgets, result.capacity_mib = [plain(section.budget)], section.sensitivity.capacity_mib
     stored(results, report.folder)
-    written = write_report(results, report.budget, report.capacity_mib, report.folder, command=report.command)
+    written = write_report(results, None, None, report.folder, command=report.command)
     first, text = json.loads(written.json_path.read_text()), written.markdown_path.read_text()
     again = render(report.folder)
     assert json.loads(again.json_path.read_text()) == first
@@ -464,17 +469,16 @@ def test_without_an_earlier_report_the_budget_comes_from_the_trials(tmp_path: Pa
         r.config["budget"] = plain(BudgetConf(min_throughput_ratio=0.8, min_evidence=MinEvidence.cpu))
         r.config["device"]["capacity_mib"] = 150.0
     stored(results, tmp_path)
-    report = render(tmp_path)
-    assert report.budget == BudgetConf(min_throughput_ratio=0.8, min_evidence=MinEvidence.cpu)
-    assert report.capacity_mib == 150.0
-    assert report.sections[0].comparison.preferred == "micro_batch"
+    (section,) = render(tmp_path).sections
+    assert section.budget == BudgetConf(min_throughput_ratio=0.8, min_evidence=MinEvidence.cpu)
+    assert (section.comparison.cap_mib, section.comparison.preferred) == (150.0, "micro_batch")
 
 
 @pytest.mark.usefixtures("without_pictures")
 def test_the_capacity_that_a_trial_found_comes_first(tmp_path: Path) -> None:
     results = [dataclasses.replace(r, capacity_mib=130.0) for r in sweep_of_six("measured")]
     stored(results, tmp_path)
-    assert render(tmp_path).capacity_mib == 130.0
+    assert render(tmp_path).sections[0].comparison.cap_mib == 130.0
 
 
 def test_a_trial_that_lies_in_two_folders_is_read_once(tmp_path: Path) -> None:
@@ -593,7 +597,7 @@ def test_single_line(result: TrialResult, expected: str) -> None:
     ],
 )
 def test_where_the_runs_are(tracking: dict[str, Any], expected: str, tmp_path: Path) -> None:
-    assert mlflow_line(Report([], tmp_path, BudgetConf(), None, tracking=tracking)) == expected
+    assert mlflow_line(Report([], tmp_path, tracking=tracking)) == expected
 
 
 def test_the_preferred_trial_can_be_repeated_from_the_report(report: Report) -> None:

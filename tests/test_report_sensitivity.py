@@ -23,15 +23,13 @@ from sweep.decide import conclude
 from sweep.errors import BadInput
 from sweep.report import main, render, write_report
 from sweep.report_data import build
-from sweep.report_html import html
-from sweep.report_markdown import markdown as report_markdown
 from sweep.report_sensitivity import Survey, survey, write_survey
 from sweep.report_sensitivity_markdown import markdown
 from sweep.report_sensitivity_options import Asked, parse_values
 from sweep.report_sensitivity_plots import picture
 from sweep.report_sensitivity_terminal import print_survey
 from sweep.results import Outcome, TrialResult, read_trial, write_json
-from sweep.schema import BudgetConf
+from sweep.schema import BudgetConf, plain
 from sweep.sensitivity_ranges import LOSS_RATIO, MEMORY, THROUGHPUT_RATIO, Sensitivity
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,6 +40,8 @@ def stored(folder: Path, results: list[TrialResult], budget: BudgetConf | None =
     """A sweep's folder as a sweep leaves it."""
     for i, result in enumerate(results):
         result.folder, result.mlflow_run_id = str(folder / f"{i}_{result.strategy}"), None
+        if budget is not None:
+            result.budgets = [plain(budget)]
         write_json(result, folder / f"{i}_{result.strategy}" / "result.json")
     write_json(build(results, budget or BudgetConf(), results[0].capacity_mib, folder).data(), folder / "report.json")
     return folder
@@ -171,7 +171,7 @@ def test_two_workloads_each_have_their_own_answer(tmp_path: Path) -> None:
     surveys = survey(sweep_of_six() + small, BudgetConf(), None, {"memory_mib": [70.0]})
     assert [s.title for s in surveys] == ["gpt_tiny on cpu", "vit_digits on cpu"]
     assert [s.ranges[0].cells[0].answer.preferred for s in surveys] == [None, "micro_batch"]
-    files = write_survey(surveys, tmp_path, {"memory_mib": [70.0]}, BudgetConf(), "again")
+    files = write_survey(surveys, tmp_path, {"memory_mib": [70.0]}, "again")
     names = {"sensitivity_1_gpt_tiny_on_cpu.png", "sensitivity_2_vit_digits_on_cpu.png"}
     assert {f.name for f in files} == {"sensitivity.json", "sensitivity.md", *names}
 
@@ -187,7 +187,7 @@ def test_a_prediction_answers_for_the_memory_cap_alone_and_says_so(tmp_path: Pat
     assert "predicted, nothing was run" in text
     assert "speed" not in text
     assert len(picture(found).axes) == 1
-    write_survey([found], tmp_path, asked, BudgetConf(), "again")
+    write_survey([found], tmp_path, asked, "again")
     assert (tmp_path / "sensitivity.png").stat().st_size > 5000
 
 
@@ -300,8 +300,8 @@ def test_asking_about_another_budget_leaves_the_sweeps_own_report_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results = sweep_of_six()
-    folder = stored(tmp_path, results)
-    write_report(results, BudgetConf(memory_mib=150), None, folder)
+    folder = stored(tmp_path, results, BudgetConf(memory_mib=150))
+    write_report(results, None, None, folder)
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     assert main([str(folder), "--memory-mib", "100,115,130", "--min-throughput-ratio", "0.7"]) == 0
     text = capsys.readouterr().out
@@ -311,9 +311,9 @@ def test_asking_about_another_budget_leaves_the_sweeps_own_report_alone(
     assert {p: p.read_bytes() for p in before} == before
     data = json.loads((folder / "sensitivity.json").read_text())
     assert data["asked"] == {"memory_mib": [100.0, 115.0, 130.0], "min_throughput_ratio": [0.7]}
-    assert data["budget"]["memory_mib"] == 150
     assert data["command"].endswith("--memory-mib 100,115,130 --min-throughput-ratio 0.7")
     (only,) = data["comparisons"]
+    assert only["budget"]["memory_mib"] == 150
     assert [c["preferred"] for c in only["pairs"][0]["cells"]] == [None, "hybrid", "micro_batch"]
     assert only["present"] == {"verdict": "accept", "preferred": "micro_batch", "cap_mib": 150}
     assert only["changes"]["memory_mib"][-1] == {
@@ -361,27 +361,22 @@ def test_a_search_shows_its_best_trials_again_and_answers_from_all(
     assert not re.search(r"^trial 3 +ok", text, re.M)
 
 
-def test_trials_of_several_budgets_are_judged_by_one_and_the_report_says_so(
+def test_trials_of_several_budgets_have_a_section_each_and_are_asked_about_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    results = [*sweep_of_six(), *sweep_of_six()[1:]]
-    for i, r in enumerate(results):
-        r.config["budget"]["memory_mib"] = 115.0 if i < 6 else 150.0
-    (section,) = build(results, BudgetConf(memory_mib=115), None, tmp_path / "sweep").sections
-    (note,) = section.notes
-    assert note.startswith(
-        "The trials were started under different budgets (budget.memory_mib=115,150); all are judged by "
-        "budget.memory_mib=115."
+    results = sweep_of_six()
+    for r in results:
+        r.budgets = [{"memory_mib": 115.0}, {"memory_mib": 150.0}]
+    strict, loose = build(results, None, None, tmp_path / "sweep").sections
+    assert (strict.title, loose.title) == (
+        "gpt_tiny on cpu, budget.memory_mib=115",
+        "gpt_tiny on cpu, budget.memory_mib=150",
     )
-    command = re.search(r"python -m sweep.report (\S+) (--memory-mib 115,150)$", note)
-    assert command is not None
-    folder = stored(tmp_path / "sweep", results, BudgetConf(memory_mib=115))
-    assert main([str(folder), *command[2].split()]) == 0
-    assert note.split(" Under each")[0] not in capsys.readouterr().out
-    report = build(results, BudgetConf(memory_mib=115), None, folder)
-    assert "started under different budgets" in report_markdown(report)
-    assert "started under different budgets" in html(report)
-    assert build(sweep_of_six(), BudgetConf(), None, tmp_path).sections[0].notes == []
+    assert [s.comparison.cap_mib for s in (strict, loose)] == [115.0, 150.0]
+    assert [None if s.sensitivity is None else s.sensitivity.budget.memory_mib for s in (strict, loose)] == [115, 150]
+    # Under a third budget they are one again.
+    assert main([str(stored(tmp_path / "sweep", results)), "--memory-mib", "200"]) == 0
+    assert capsys.readouterr().out.count("Verdict:") == 1
 
 
 def test_a_hundred_trials_over_a_plane_take_seconds(tmp_path: Path) -> None:
@@ -391,7 +386,7 @@ def test_a_hundred_trials_over_a_plane_take_seconds(tmp_path: Path) -> None:
     started = time.process_time()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # matplotlib's, where names take the room of the picture
-        write_survey(survey(results, BudgetConf(), None, asked), tmp_path, asked, BudgetConf(), "again")
+        write_survey(survey(results, BudgetConf(), None, asked), tmp_path, asked, "again")
     assert time.process_time() - started < 20.0
 
 
