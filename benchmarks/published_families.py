@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.published_models import qwen
 from sweep.errors import BadInput
-from sweep.memory.device import load_profile, resolve_device
+from sweep.memory.device import cublas_workspace_mib, load_profile, resolve_device
 from sweep.schema import Config, plain, typed
 
 MODELS = "benchmarks.published_models"
@@ -39,6 +39,7 @@ class Setting:
     limit_mib: float | None = None  # the process's own limit on what the allocator reserves
     steps: int = 3  # optimizer steps, the last of which is the window
     eval_batches: int = 0  # evaluations at the end of the window
+    torch: str = ""  # version that it was measured with; "": the one that is installed
 
 
 @dataclass
@@ -56,7 +57,9 @@ def build(setting: Setting) -> Job:
     except KeyError:
         raise BadInput("--family", setting.family, "is not known", f"give one of {', '.join(FAMILIES)}") from None
     workload, strategy = family(setting)
-    device = resolve_device(load_profile(setting.device))
+    profile = load_profile(setting.device)
+    profile.cublas_workspace_mib = cublas_workspace_mib(profile, setting.torch)
+    device = resolve_device(profile)
     if setting.limit_mib is not None:
         device.capacity_mib = setting.limit_mib + (device.context_mib or 0.0)
     config = typed({"workload": workload, "strategy": strategy, "device": plain(device), "mode": "predict"})
@@ -173,7 +176,7 @@ def setting_of(point: dict[str, Any]) -> Setting:
     device = next(profile for gpu, profile in DEVICES.items() if point["gpu"].startswith(gpu))
     amp = "bf16" if "bfloat16" in point["amp"] else "none"
     notes = point["notes"]
-    s = Setting(family="", device=device, batch=point["batch"], amp=amp)
+    s = Setting(family="", device=device, batch=point["batch"], amp=amp, torch=point["torch"])
     if isinstance(point["seq_or_image"], int):
         s.seq = point["seq_or_image"]
     if "allocator limit 23552 MiB" in notes:

@@ -19,8 +19,9 @@ import time
 from sweep.errors import CannotPredict
 from sweep.memory.allocator import CachingAllocator, make_allocator
 from sweep.memory.blocks import AllocatorOptions
-from sweep.memory.device import allocator_capacity, resolve_device
-from sweep.memory.emulate import CONVOLUTION, NAMES
+from sweep.memory.device import allocator_capacity, environment_alloc_conf, resolve_device
+from sweep.memory.emulate import NAMES
+from sweep.memory.emulate_kernels import caveats_of
 from sweep.predict_run import STEPS, HollowRun
 from sweep.results import MIB, Phase, Prediction
 from sweep.schema import Config, DeviceConf
@@ -98,8 +99,11 @@ def _on_cuda(run: HollowRun, device: DeviceConf, options: AllocatorOptions) -> P
     prediction.fits = fits
     prediction.headroom_mib = None if capacity is None else capacity / MIB - prediction.reserved_mib
     prediction.context_mib = device.context_mib or 0.0
-    convolved = any(op.name == "aten.convolution" for op in run.ledger.operators)
-    prediction.emulations = [*NAMES, CONVOLUTION] if convolved else list(NAMES)
+    prediction.emulations = list(NAMES)
+    prediction.caveats += caveats_of(op.name for op in run.ledger.operators)
+    unread = environment_alloc_conf()[1]
+    if unread:
+        prediction.caveats.append(f"not replayed: {unread} of PYTORCH_CUDA_ALLOC_CONF")
     if device.link_bandwidth_gb_s is not None:
         per_ms = device.link_bandwidth_gb_s * 1e9 / 1e3
         prediction.transfer_one_way_ms = prediction.to_host_mib * MIB / per_ms

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sweep.errors import CannotPredict
-from sweep.memory.device import cublas_workspace_mib
+from sweep.memory.device import cublas_workspace_kept, cublas_workspace_mib
 from sweep.memory.emulate import CublasWorkspaces, cuda_workspaces, emulated_cuda
 from sweep.memory.hollow import CPU, hollow
 from sweep.memory.hollow_ledger import HollowLedger
@@ -53,9 +53,9 @@ class HollowRun:
         self.capability = _capability(device) if on_cuda else (0, 0)
         if len(_results[on_cuda]) > KEPT_RESULTS:
             _results[on_cuda].clear()
-        cublas = CublasWorkspaces(round(cublas_workspace_mib(device) * MIB)) if on_cuda else None
+        cublas = _cublas(device) if on_cuda else None
         self.ledger = HollowLedger(
-            workspaces=None if cublas is None else cuda_workspaces(cublas),
+            workspaces=None if cublas is None else cuda_workspaces(cublas, device.multiprocessors),
             count_python_data=not on_cuda,
             known=_results[on_cuda],
             as_cuda=on_cuda,
@@ -210,6 +210,10 @@ def _hollow_batch(workload: Workload, step: int) -> tuple[Batch, int]:
 
 
 # -- CUDA -----------------------------------------------------------------------------------------------------------
+
+
+def _cublas(device: DeviceConf) -> CublasWorkspaces:
+    return CublasWorkspaces(round(cublas_workspace_mib(device) * MIB), cublas_workspace_kept())
 
 
 def _capability(device: DeviceConf) -> tuple[int, int]:

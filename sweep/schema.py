@@ -179,11 +179,12 @@ class DeviceConf:
     capacity_mib: Optional[float] = None  # on a CPU: enforced by the ledger; a CUDA device: set as the process's limit
     context_mib: Optional[float] = None  # what driver and CUDA context take beside the allocator
     compute_capability: Optional[str] = None  # such as "8.9"; null: not CUDA
-    cublas_workspace_mib: Optional[float] = None  # per handle and stream; null: by compute capability
+    cublas_workspace_mib: Optional[float] = None  # per handle and stream; null: by card and torch
+    multiprocessors: Optional[int] = None  # streaming multiprocessors; null: not known
     memory_bandwidth_gb_s: Optional[float] = None  # 1e9 bytes per second
     link_bandwidth_gb_s: Optional[float] = None  # host to device, one way, 1e9 bytes per second
     torch_name: Optional[str] = None  # pattern of torch.cuda.get_device_name, such as "*A100*80GB*"
-    alloc_conf: str = ""  # PYTORCH_CUDA_ALLOC_CONF to predict for, such as "expandable_segments:True"
+    alloc_conf: str = ""  # PYTORCH_CUDA_ALLOC_CONF to predict for ("expandable_segments:True"); "": this process's
     peak_tflops: dict[str, float] = field(default_factory=dict)  # by dtype, dense: fp32, tf32, bf16, fp16
     source: str = ""  # where the numbers were published
 

@@ -12,6 +12,7 @@ from sweep.memory.device import (
     MIB,
     allocator_capacity,
     cublas_workspace_mib,
+    environment_alloc_conf,
     find_profile,
     load_profile,
     machine_has,
@@ -49,7 +50,7 @@ def test_profile_is_complete_plausible_and_sourced(name: str) -> None:
     assert d.memory_bandwidth_gb_s is not None and d.link_bandwidth_gb_s is not None
     assert 10_000 < d.capacity_mib < 200_000 and 50 < d.context_mib < 1000
     assert d.memory_bandwidth_gb_s > 5 * d.link_bandwidth_gb_s
-    assert d.torch_name and d.compute_capability
+    assert d.torch_name and d.compute_capability and d.multiprocessors
     assert all(word in d.source for word in ("capacity", "context", "bandwidth", "link"))
     rates = d.peak_tflops
     assert rates["fp32"] > 0 and rates["fp16"] >= rates["fp32"]
@@ -59,10 +60,37 @@ def test_profile_is_complete_plausible_and_sourced(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "mib"), [("rtx_4090", 8.125), ("a100_80gb", 8.125), ("h100_80gb", 32.0), ("b200", 32.0)]
+    ("capability", "torch_version", "mib"),
+    [
+        ("8.9", "2.13.0", 8.125),
+        ("9.0", "2.6.0+cu124", 32.0),
+        ("10.0", "2.11.0", 8.125),
+        ("10.3", "2.12.0", 32.0),
+        ("11.0", "2.12.1+cu130", 32.0),
+        ("12.0", "2.11.0+cu128", 8.125),
+        ("12.1", "2.13.0", 32.0),
+    ],
 )
-def test_cublas_workspace_by_architecture(name: str, mib: float) -> None:
-    assert resolve_device(load_profile(name)).cublas_workspace_mib == mib
+def test_cublas_workspace_by_architecture_and_torch(capability: str, torch_version: str, mib: float) -> None:
+    card = DeviceConf("card", "cuda", compute_capability=capability)
+    assert cublas_workspace_mib(card, torch_version) == mib
+
+
+def test_cublas_workspace_is_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8:16:8")
+    assert resolve_device(load_profile("h200")).cublas_workspace_mib == (8 * 4096 + 8 * 16) / 1024
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "nonsense")
+    assert resolve_device(load_profile("h200")).cublas_workspace_mib == 32.0
+
+
+def test_allocator_settings_come_from_the_environment_where_none_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.8,expandable_segments:True")
+    assert environment_alloc_conf() == ("expandable_segments:True", "garbage_collection_threshold:0.8")
+    assert resolve_device(load_profile("l4")).alloc_conf == "expandable_segments:True"
+    assert resolve_device(load_profile("cpu")).alloc_conf == ""
+    given = load_profile("l4")
+    given.alloc_conf = "max_split_size_mb:128"
+    assert resolve_device(given).alloc_conf == "max_split_size_mb:128"
 
 
 def test_cublas_workspace_that_is_given_stays() -> None:

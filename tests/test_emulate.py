@@ -13,6 +13,7 @@ from sweep.errors import CannotPredict
 from sweep.memory.device import cublas_workspace_mib
 from sweep.memory.emulate import CublasWorkspaces, cuda_workspaces, emulated_cuda
 from sweep.memory.emulate_attention import Backend, choose
+from sweep.memory.emulate_kernels import caveats_of
 from sweep.memory.hollow import hollow
 from sweep.memory.hollow_ledger import HollowLedger
 from sweep.memory.ledger import Event
@@ -152,6 +153,35 @@ def test_flash_backward_takes_row_sums_and_fp32_query_gradients(ledger: HollowLe
     ]
 
 
+def test_efficient_backward_makes_the_product_of_gradient_and_output_in_fp32(ledger: HollowLedger) -> None:
+    rows, numbers = 2 * 4 * 100, 2 * 4 * 100 * 64
+    for dtype, inside in (
+        (F32, [size(rows), size(rows), size(numbers)]),
+        (BF16, [size(rows), 2 * 4 * 128 * 64 * 4]),  # the kernel computes the sums and adds up dq
+    ):
+        before = len(made_by(ledger, "_scaled_dot_product_efficient_attention_backward"))
+        query, key, value = (hollow((2, 4, 100, 64), dtype).requires_grad_() for _ in range(3))
+        F.scaled_dot_product_attention(query, key, value, attn_mask=torch.empty(100, 100, dtype=dtype)).sum().backward()
+        made = made_by(ledger, "_scaled_dot_product_efficient_attention_backward")[before:]
+        assert made[: len(inside)] == inside
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "dropout", "parts"),
+    [(1, 512, 0.0, 2), (1, 1024, 0.0, 1), (4, 512, 0.0, 1), (1, 512, 0.1, 1), (1, 256, 0.0, 1)],
+)
+def test_flash_splits_the_keys_where_queries_do_not_fill_the_card(
+    batch: int, length: int, dropout: float, parts: int
+) -> None:
+    """12 heads on 108 multiprocessors, two blocks of 64 queries on each; keys are in blocks of 256."""
+    ledger = HollowLedger(workspaces=cuda_workspaces(CublasWorkspaces(0), 108), as_cuda=True)
+    query = hollow((batch, 12, length, 64), BF16)
+    with ledger, emulated_cuda(AMPERE):
+        F.scaled_dot_product_attention(query, query, query, dropout_p=dropout, is_causal=True)
+    accumulated = parts * batch * 12 * length * 64 * 4
+    assert (accumulated in made_by(ledger, "_scaled_dot_product_flash_attention")) == (parts > 1)
+
+
 # -- autocast ---------------------------------------------------------------------------------------------------------
 
 
@@ -273,7 +303,7 @@ def test_optimizers_are_loops_on_the_cpu() -> None:
     assert made_by(ledger, "sqrt") == [size(1000)]
 
 
-@pytest.mark.parametrize(("capability", "mib"), [(AMPERE, 8.125), (BLACKWELL_CONSUMER, 8.125), (HOPPER, 32.0)])
+@pytest.mark.parametrize(("capability", "mib"), [(AMPERE, 8.125), (HOPPER, 32.0)])
 def test_cublas_takes_a_workspace_per_thread(capability: tuple[int, int], mib: float) -> None:
     ledger, phases = ledger_for(capability), Phases()
     with ledger, phases.listening(ledger), emulated_cuda(capability):
@@ -288,6 +318,18 @@ def test_cublas_takes_a_workspace_per_thread(capability: tuple[int, int], mib: f
     assert "free" not in {e.kind for e in ledger.events if e.operator.startswith("cuBLAS")}
 
 
+def test_cublas_takes_a_workspace_per_product_where_none_are_kept() -> None:
+    cublas = CublasWorkspaces(8 * MIB, kept=False)
+    ledger = HollowLedger(workspaces=cuda_workspaces(cublas), count_python_data=False, as_cuda=True)
+    cublas.ledger = ledger
+    with ledger, emulated_cuda(AMPERE):
+        x = torch.empty(16, 16)
+        for _ in range(2):
+            x @ x
+    assert made_by(ledger, "mm") == [8 * MIB, size(256)] * 2
+    assert ledger.peak_bytes == 8 * MIB + 2 * size(256) and ledger.in_use_bytes == size(256)
+
+
 @pytest.mark.parametrize("tokens", [3072, 3073])
 def test_embedding_backward_sorts_from_3073_indices_on(ledger: HollowLedger, tokens: int) -> None:
     embed, ids = nn.Embedding(500, 64), torch.empty(tokens, dtype=torch.long)
@@ -295,7 +337,7 @@ def test_embedding_backward_sorts_from_3073_indices_on(ledger: HollowLedger, tok
     inside = made_by(ledger, "embedding_dense_backward")[:-1]
     expanded = size(tokens * 64)  # sum's gradient is an expanded number, which the kernel copies
     parts = tokens // 10 + 500
-    by_sorting = [size(tokens, 8)] * 2 + [size(500, 8)] * 2 + [size(parts, 8), size(parts * 64)]
+    by_sorting = [size(tokens, 8)] * 2 + [size(tokens, 16)] + [size(500, 8)] * 2 + [size(parts, 8), size(parts * 64)]
     assert inside == [expanded] + (by_sorting if tokens > 3072 else [])
 
 
@@ -311,6 +353,24 @@ def test_expanded_matrices_are_copied_and_transposed_ones_are_not(ledger: Hollow
     assert made_by(ledger, "mm") == [size(100 * 30)]
     torch.empty(1).expand(100, 50) @ w.t()
     assert made_by(ledger, "mm")[1:] == [size(100 * 50), size(100 * 30)]
+
+
+def test_a_long_sort_takes_its_keys_and_values_twice(ledger: HollowLedger) -> None:
+    torch.sort(torch.empty(3, 4096))
+    assert made_by(ledger, "sort") == [size(3 * 4096), size(3 * 4096, 8)]
+    torch.sort(torch.empty(3, 5000))
+    assert made_by(ledger, "sort")[2:5] == [size(15000), size(15000, 8), size(15000, 12)]
+
+
+def test_what_is_not_counted_is_said_of_what_ran_and_of_nothing_else(ledger: HollowLedger) -> None:
+    x = torch.empty(2, 3, 8, 8)
+    (x @ x).sum()
+    assert caveats_of(op.name for op in ledger.operators) == []
+    F.conv2d(x, torch.empty(4, 3, 3, 3)), torch.topk(x, 2), torch.fft.rfft(x), torch.linalg.qr(x)
+    said = " ".join(caveats_of(op.name for op in ledger.operators))
+    assert [word for word in ("convolutions", "attention", "cub", "cuFFT", "cuSOLVER", "layer") if word in said] == [
+        *("convolutions", "cub", "cuFFT", "cuSOLVER")
+    ]
 
 
 def test_recurrent_kernels_are_refused(ledger: HollowLedger) -> None:

@@ -6,23 +6,29 @@ the card that was found, where there is one), for anything else by rule. torch i
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from sweep.errors import BadInput
+from sweep.memory.blocks import AllocatorOptions
 from sweep.schema import DeviceConf
 
 MIB = 2**20
 PROFILES = Path(__file__).resolve().parents[2] / "conf" / "device"
-#: Two chunks of 4096 KiB and eight of 16 KiB (":4096:2:16:8"); Hopper and data-center Blackwell take 32 MiB.
-#: Source: parseChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp.
+#: cuBLAS's workspace (parseChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp): two chunks of 4096 KiB and
+#: eight of 16 KiB (":4096:2:16:8"); 32 MiB on Hopper and, since torch 2.12, on Blackwell (majors 10, 11 and 12).
 CUBLAS_WORKSPACE_MIB = 8.125
 CUBLAS_WORKSPACE_LARGE_MIB = 32.0
-CUBLAS_WORKSPACE_LARGE_ON = ("9.0", "10.0")
+BLACKWELL_LARGE_SINCE = (2, 12)
+#: From this torch on, a workspace is taken for each product of matrices and not kept (pytorch#194311).
+CUBLAS_WORKSPACE_PER_CALL_SINCE = (2, 14)
 #: What driver, context and loaded kernels take per multiprocessor, where no message of that card is public. Median of
 #: the cards in conf/device/ that have one: T4 3.4, L4 4.1, A10 3.1, A100 4.6 and 3.8, A800 4.8, RTX 4090 3.7, 5090 3.6.
 CONTEXT_MIB_PER_MULTIPROCESSOR = 3.6
@@ -55,6 +61,7 @@ def resolve_device(conf: DeviceConf) -> DeviceConf:
         "compute_capability": capability,
         "torch_name": properties.name,
         "context_mib": round(CONTEXT_MIB_PER_MULTIPROCESSOR * properties.multi_processor_count),
+        "multiprocessors": properties.multi_processor_count,
         "source": "torch.cuda.get_device_properties",
     }
     known = find_profile(properties.name, capability, total_mib)
@@ -68,17 +75,51 @@ def resolve_device(conf: DeviceConf) -> DeviceConf:
 
 
 def _by_rule(conf: DeviceConf) -> DeviceConf:
-    workspace = conf.cublas_workspace_mib
-    return conf if workspace is not None else replace(conf, cublas_workspace_mib=cublas_workspace_mib(conf))
+    return replace(
+        conf,
+        cublas_workspace_mib=cublas_workspace_mib(conf),
+        alloc_conf=conf.alloc_conf or environment_alloc_conf()[0],
+    )
 
 
-def cublas_workspace_mib(conf: DeviceConf) -> float:
-    """cuBLAS's workspace per handle and stream, counted in torch's allocated memory. 0 off CUDA."""
+def environment_alloc_conf() -> tuple[str, str]:
+    """What this process's PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF) says that can be replayed, and the rest."""
+    known, rest = [], []
+    for part in (os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "").split(","):
+        try:
+            AllocatorOptions.parse(part)
+            known.append(part)
+        except BadInput:
+            rest.append(part)
+    return ",".join(filter(None, known)), ",".join(rest)
+
+
+def cublas_workspace_mib(conf: DeviceConf, torch_version: str = "") -> float:
+    """cuBLAS's workspace per handle and stream, counted in torch's allocated memory. 0 off CUDA.
+
+    torch_version: such as "2.11.0", whose rule holds; "": that of the torch that is installed.
+    """
     if conf.cublas_workspace_mib is not None:
         return conf.cublas_workspace_mib
     if conf.compute_capability is None:
         return 0.0
-    return CUBLAS_WORKSPACE_LARGE_MIB if conf.compute_capability in CUBLAS_WORKSPACE_LARGE_ON else CUBLAS_WORKSPACE_MIB
+    chunks = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if chunks:
+        return sum(int(kib) * int(count) for kib, count in chunks) / 1024
+    major = int(str(conf.compute_capability).split(".")[0])
+    large = major == 9 or (major in (10, 11, 12) and torch_release(torch_version) >= BLACKWELL_LARGE_SINCE)
+    return CUBLAS_WORKSPACE_LARGE_MIB if large else CUBLAS_WORKSPACE_MIB
+
+
+def cublas_workspace_kept(torch_version: str = "") -> bool:
+    """Whether a workspace stays once it has been taken. torch_version: as above."""
+    return torch_release(torch_version) < CUBLAS_WORKSPACE_PER_CALL_SINCE
+
+
+def torch_release(version: str = "") -> tuple[int, int]:
+    """(2, 13) of "2.13.0+cu128"; "": of the torch that is installed."""
+    major, minor = (version or metadata.version("torch")).split(".")[:2]
+    return int(major), int(minor)
 
 
 def allocator_capacity(conf: DeviceConf) -> int | None:

@@ -14,8 +14,9 @@ Each emulation is one named thing with its source, and none is fitted to measure
 - cuBLAS: one workspace per thread that multiplies matrices, forward's and autograd's (CublasHandlePool.cpp)
 - kernels that take memory inside of one operator (`emulate_kernels`)
 
-Not emulated, since it is not documented or depends on the library's own choice at run time: cuDNN's workspaces
-(convolutions, cuDNN attention), and the partial sums of large reductions (at most a few MiB).
+Not emulated, since it is not documented or depends on the library's own choice at run time: what is listed as UNCOUNTED
+in `emulate_kernels` and said of each prediction in which it ran, and the partial sums of large reductions (at most a
+few MiB).
 """
 
 from __future__ import annotations
@@ -32,16 +33,15 @@ from torch import Tensor
 
 from sweep.errors import CannotPredict
 from sweep.memory.emulate_attention import WORKSPACES as ATTENTION_WORKSPACES
-from sweep.memory.emulate_attention import CudaAttention
+from sweep.memory.emulate_attention import CudaAttention, flash_forward_workspace
 from sweep.memory.emulate_autocast import CudaAutocast
 from sweep.memory.emulate_kernels import GEMM, REFUSED
 from sweep.memory.emulate_kernels import WORKSPACES as KERNEL_WORKSPACES
 from sweep.memory.ledger import Ledger
 
 aten = torch.ops.aten
+FLASH = aten._scaled_dot_product_flash_attention.default
 
-#: Said of a prediction in which convolutions ran.
-CONVOLUTION = "not counted: cuDNN's workspaces for convolutions"
 NAMES = (
     CudaAttention.name,
     CudaAutocast.name,
@@ -58,10 +58,11 @@ class CublasWorkspaces:
     """Allocates the workspace when a thread first multiplies matrices; it then stays. To be given to a ledger.
 
     nbytes: per cuBLAS handle and stream (sweep.memory.device.cublas_workspace_mib).
+    kept: False: it is taken for each product and given back (cublas_workspace_kept).
     """
 
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
+    def __init__(self, nbytes: int, kept: bool = True) -> None:
+        self.nbytes, self.kept = nbytes, kept
         self.ledger: Ledger | None = None
         self._threads: set[str] = set()
 
@@ -77,16 +78,24 @@ class CublasWorkspaces:
 
     def before(self, sizes: Callable[..., Iterable[int]]) -> Callable[..., Iterable[int]]:
         def with_workspace(args: Any, kwargs: Any, out: Any) -> Iterable[int]:
+            if not self.kept:
+                return [*sizes(args, kwargs, out), self.nbytes]
             self.reserve()
             return sizes(args, kwargs, out)
 
         return with_workspace
 
 
-def cuda_workspaces(cublas: CublasWorkspaces) -> Mapping[Any, Callable[..., Iterable[int]]]:
-    """What the ledger of an emulated CUDA device needs as `workspaces`."""
+def cuda_workspaces(
+    cublas: CublasWorkspaces, multiprocessors: int | None = None
+) -> Mapping[Any, Callable[..., Iterable[int]]]:
+    """What the ledger of an emulated CUDA device needs as `workspaces`.
+
+    multiprocessors: the card's, by which flash attention splits keys; None: not known, it never does.
+    """
     products = {op: cublas.before(sizes) for op, sizes in GEMM.items()}
-    return {**KERNEL_WORKSPACES, **ATTENTION_WORKSPACES, **products}
+    split = {} if multiprocessors is None else {FLASH: flash_forward_workspace(multiprocessors)}
+    return {**KERNEL_WORKSPACES, **ATTENTION_WORKSPACES, **split, **products}
 
 
 @contextmanager

@@ -9,7 +9,8 @@ so that autograd saves what it saves on CUDA.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any
 
@@ -45,7 +46,8 @@ def choose(
         Backend.efficient: lambda: _efficient_can(query, key, value, grouped, capability),
     }
     order = [Backend.flash, Backend.efficient]
-    if capability in ((9, 0), (10, 0), (10, 3)):  # check_prefer_cudnn_attention, cuDNN newer than 9.15
+    # check_prefer_cudnn_attention, cuDNN newer than 9.15
+    if capability in ((9, 0), (10, 0), (10, 3)) and not os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED"):
         order = [Backend.cudnn, *order]
     enabled = {
         Backend.cudnn: torch.backends.cuda.cudnn_sdp_enabled(),
@@ -194,9 +196,8 @@ def flash_backward_workspace(args: Any, kwargs: Any, out: Any) -> Iterable[int]:
     _, query, key = args[:3]
     batch, heads, length, size = query.shape
     rows = -(-length // 128) * 128
-    columns = -(-size // 32) * 32 if size <= 192 else 256
     yield batch * heads * rows * 4
-    yield batch * rows * heads * columns * 4
+    yield batch * rows * heads * _rounded(size) * 4
     if key.shape[1] != heads:
         expanded = batch * key.shape[2] * heads * size * query.element_size()
         yield expanded
@@ -204,12 +205,55 @@ def flash_backward_workspace(args: Any, kwargs: Any, out: Any) -> Iterable[int]:
 
 
 def efficient_backward_workspace(args: Any, kwargs: Any, out: Any) -> Iterable[int]:
-    """What _efficient_attention_backward allocates: delta, and dq in fp32 where the inputs are of 16 bits."""
-    query = args[1]
+    """What _efficient_attention_backward allocates (attention_backward.cu).
+
+    delta, the rows' sums of gradient times output. The kernels for 16 bits compute it themselves and add up dq in fp32;
+    for those of fp32 torch makes the product, its sums and their transpose.
+    """
+    query, value = args[1], args[3]
     batch, heads, length, size = query.shape
     yield batch * heads * length * 4
     if query.dtype in HALVES:
         yield batch * heads * (-(-length // 64) * 64) * (-(-size // 64) * 64) * 4
+    else:
+        yield batch * heads * length * 4
+        yield batch * heads * length * value.shape[-1] * 4
+
+
+def flash_forward_workspace(multiprocessors: int) -> Callable[[Any, Any, Any], Iterable[int]]:
+    """set_params_splitkv of flash_api.cpp: where there are too few blocks of queries for the card, keys are split, and
+    each part has results and row sums of its own, in fp32."""
+
+    def sizes(args: Any, kwargs: Any, out: Any) -> Iterable[int]:
+        query, key = args[:2]
+        batch, heads, length, size = query.shape
+        dropout = args[3] if len(args) > 3 else kwargs.get("dropout_p", 0.0)
+        parts = 1 if dropout else _splits(batch * heads * -(-length // 64), key.shape[2], size, multiprocessors)
+        if parts > 1:
+            yield parts * batch * heads * length * 4
+            yield parts * batch * heads * length * _rounded(size) * 4
+
+    return sizes
+
+
+def _splits(blocks: int, keys: int, size: int, multiprocessors: int) -> int:
+    """num_splits_heuristic: the fewest parts that fill the card at least 85 % as well as the best number does."""
+    slots = 2 * multiprocessors
+    if blocks >= 0.8 * slots:
+        return 1
+    key_blocks = -(-keys // (256 if size <= 64 else 128 if size <= 128 else 64))
+    per_part = {n: -(-key_blocks // n) for n in range(1, min(128, slots, key_blocks) + 1)}
+    filled = {
+        n: blocks * n / slots / math.ceil(blocks * n / slots)
+        for n in per_part
+        if n == 1 or per_part[n] != per_part[n - 1]
+    }
+    return next((n for n, share in filled.items() if share >= 0.85 * max(filled.values())), 1)
+
+
+def _rounded(size: int) -> int:
+    """A head's size as the flash kernels pad it."""
+    return -(-size // 32) * 32 if size <= 192 else 256
 
 
 WORKSPACES = {

@@ -20,9 +20,9 @@ Sizes = Callable[[Any, Any, Any], Iterable[int]]
 def embedding_backward(args: Any, kwargs: Any, out: Any) -> Iterable[int]:
     """embedding_dense_backward_cuda (Embedding.cu, EmbeddingBackwardKernel.cu).
 
-    Up to 3072 indices, gradients are added up directly. Beyond, indices are sorted (two arrays of their size and type
-    beside the sort's own), cut into segments of equal indices and these into parts of 10, and each part is summed in
-    fp32: at most n / 10 + min(n, rows) parts, since the number is not asked of the device.
+    Up to 3072 indices, gradients are added up directly. Beyond, indices are sorted (two arrays of their size and type,
+    and as much again for the sort itself), cut into segments of equal indices and these into parts of 10, each summed
+    in fp32: at most n / 10 + min(n, rows) parts, since the number is not asked of the device.
     """
     gradient, indices, rows = args[0], args[1], args[2]
     yield from _copy(gradient)
@@ -35,6 +35,7 @@ def embedding_backward(args: Any, kwargs: Any, out: Any) -> Iterable[int]:
     parts = n // 10 + segments
     yield n * itemsize
     yield n * itemsize
+    yield 2 * n * itemsize
     yield segments * itemsize
     yield segments * itemsize
     yield parts * itemsize
@@ -42,7 +43,7 @@ def embedding_backward(args: Any, kwargs: Any, out: Any) -> Iterable[int]:
 
 
 def index_put_accumulate(args: Any, kwargs: Any, out: Any) -> Iterable[int]:
-    """index_put_with_sort_kernel (Indexing.cu): linear indices, their order, and both sorted, int64."""
+    """index_put_with_sort_kernel (Indexing.cu): linear indices, their order, both sorted; the sort's own. int64."""
     accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     if not accumulate:
         return
@@ -51,6 +52,18 @@ def index_put_accumulate(args: Any, kwargs: Any, out: Any) -> Iterable[int]:
         n *= size
     for _ in range(4):
         yield n * 8
+    yield 2 * n * 8
+
+
+def sort(args: Any, kwargs: Any, out: Any) -> Iterable[int]:
+    """sort_cuda_kernel (Sort.cpp): up to 4096 elements are sorted in place; of longer ones cub takes another copy,
+    beside that of the values and their positions that it sorts from."""
+    tensor = args[0]
+    dim = next((a for a in (*args[1:], kwargs.get("dim")) if type(a) is int), -1)
+    if tensor.dim() and tensor.shape[dim] > 4096:
+        yield tensor.numel() * tensor.element_size()
+        yield tensor.numel() * 8
+        yield tensor.numel() * (tensor.element_size() + 8)
 
 
 def foreach_norm(args: Any, kwargs: Any, out: Any) -> Iterable[int]:
@@ -110,6 +123,8 @@ WORKSPACES: dict[Any, Sizes] = {
     aten.index_put.default: index_put_accumulate,
     aten._index_put_impl_.default: index_put_accumulate,
     aten._foreach_norm.Scalar: foreach_norm,
+    aten.sort.default: sort,
+    aten.sort.stable: sort,
     aten._softmax.default: contiguous(0),
     aten._softmax_backward_data.default: contiguous(0, 1),
     aten._log_softmax.default: contiguous(0),
@@ -121,6 +136,35 @@ WORKSPACES: dict[Any, Sizes] = {
     aten.nll_loss_forward.default: contiguous(0, 1),
     aten.nll_loss_backward.default: contiguous(1, 2),
 }
+CONVOLUTION = "not counted: cuDNN's workspaces for convolutions"
+#: What is said of a prediction in which operators ran that take memory of an unknown size, by their names.
+UNCOUNTED: dict[str, tuple[str, ...]] = {
+    CONVOLUTION: ("convolution", "convolution_backward", "_slow_conv2d_forward"),
+    "not counted: cuDNN's workspaces for attention": ("_scaled_dot_product_cudnn_attention",),
+    "not counted: cub's own memory for selections and scans (top-k, unique, cumulative sums, masks)": (
+        *("topk", "kthvalue", "median", "nanmedian", "mode", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"),
+        *("_unique2", "unique_dim", "unique_consecutive", "nonzero", "masked_select", "masked_scatter", "bincount"),
+        *("histc", "multinomial", "randperm"),
+    ),
+    "not counted: cuFFT's workspaces": ("_fft_r2c", "_fft_c2r", "_fft_c2c"),
+    "not counted: cuSOLVER's workspaces for linear algebra": (
+        *("linalg_lu_factor_ex", "linalg_lu", "linalg_lu_solve", "_linalg_solve_ex", "linalg_inv_ex", "linalg_qr"),
+        *("linalg_cholesky_ex", "cholesky", "cholesky_solve", "cholesky_inverse", "_linalg_svd", "_linalg_eigh"),
+        *("linalg_eig", "_linalg_eigvals", "linalg_lstsq", "linalg_ldl_factor_ex", "linalg_ldl_solve", "_linalg_det"),
+        *("_linalg_slogdet", "linalg_householder_product", "linalg_solve_triangular", "triangular_solve", "ormqr"),
+    ),
+    "not counted: what torch's fused layer of a transformer takes inside": (
+        *("_transformer_encoder_layer_fwd", "_native_multi_head_attention"),
+    ),
+}
+
+
+def caveats_of(operators: Iterable[str]) -> list[str]:
+    """What is not counted of the operators of these names ("aten.mm") that have run."""
+    ran = {name.removeprefix("aten.").removesuffix("_out") for name in operators}
+    return [said for said, names in UNCOUNTED.items() if ran.intersection(names)]
+
+
 #: Operators for which CUDA has a kernel of another form than the CPU, that is not emulated.
 REFUSED = {
     **{
