@@ -5,31 +5,45 @@ from __future__ import annotations
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from sweep.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, BadInput
+from sweep.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED, BadInput
+from sweep.interrupts import Terminated, ended_by_signals, whole
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
 def guarded(main: Callable[[], Any]) -> int:
-    """Run Hydra's main and return the exit code. With HYDRA_FULL_ERROR=1 exceptions keep their traceback."""
+    """Run Hydra's main and return the exit code. With HYDRA_FULL_ERROR=1 exceptions keep their traceback.
+
+    Ctrl-C and SIGTERM end it with the report of what was measured so far; a further one changes nothing.
+    """
+    with ended_by_signals():
+        return _run(main)
+
+
+def _run(main: Callable[[], Any]) -> int:
     sys.argv = with_multirun(sys.argv)
     before = os.environ.get(FULL_ERROR)
     os.environ[FULL_ERROR] = "1"  # Hydra would print its own version of the error and exit with 1
     try:
         main()
         return _exit_code()
-    except KeyboardInterrupt:
-        _finish("KILLED")
-        print("interrupted; what was measured so far is kept", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    except KeyboardInterrupt as interrupt:
+        terminated = isinstance(interrupt, Terminated)
+        with suppress(KeyboardInterrupt), whole():
+            _finish("KILLED", interrupt)
+            how = "terminated" if terminated else "interrupted"
+            print(f"{how}; what was measured so far is kept", file=sys.stderr)
+        return EXIT_TERMINATED if terminated else EXIT_INTERRUPTED
     except (Exception, Escaping) as caught:
         error = caught.error if isinstance(caught, Escaping) else caught
         bad = as_bad_input(error)
-        _finish("FAILED")
+        with suppress(KeyboardInterrupt), whole():
+            _finish("FAILED", error)
         if bad is None or before == "1":
             raise error from error.__cause__
         print(f"error: {bad}", file=sys.stderr)
@@ -70,8 +84,13 @@ def not_swallowed() -> Iterator[None]:
         raise Escaping(error) from error
 
 
-def _finish(status: str) -> None:
-    """Close the session of this process, if it got so far as to open one."""
+def _finish(status: str, error: BaseException) -> None:
+    """Close the session of this process, if it got so far as to open one.
+
+    The frames that the error has left keep cursors, and so locks of the store, and whatever else was large in them.
+    """
+    for each in _chain(error):
+        traceback.clear_frames(each.__traceback__)
     session_module = sys.modules.get("sweep.session")
     if session_module is not None and session_module.Session.current is not None:
         session_module.Session.current.finish(status)

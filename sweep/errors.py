@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-#: Exit codes of every command (130, interrupted, is Python's and the shell's own).
-EXIT_OK, EXIT_BAD_INPUT, EXIT_NOTHING_FEASIBLE, EXIT_INTERRUPTED = 0, 2, 3, 130
+#: Exit codes of every command; the last two, interrupted and terminated, are the shell's own.
+EXIT_OK, EXIT_BAD_INPUT, EXIT_NOTHING_FEASIBLE, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 2, 3, 130, 143
 
 
 class SweepError(Exception):

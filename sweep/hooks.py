@@ -14,6 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from sweep import interrupts
 from sweep.candidates import name_of, strategy_at
 from sweep.checks import Facts, deciding_peak_mib
 from sweep.decide import memory_cap
@@ -194,7 +195,8 @@ def _beyond(value: float | None, most: float | None) -> float:
 
 def plan(search: Any) -> list[dict[str, Any]]:
     """The points to try first: the baseline, then those with the best estimates. Made once per study."""
-    kept = search.study.user_attrs.get(PLAN)
+    with interrupts.whole():
+        kept = search.study.user_attrs.get(PLAN)
     if kept is not None:
         return list(kept)
     config = typed(search.space.config)
@@ -205,7 +207,8 @@ def plan(search: Any) -> list[dict[str, Any]]:
     points = list(first)
     if config.search.plan_points and len(candidates) > 1 and search.folder is not None:
         points += _planned(search, config, candidates, first)
-    search.study.set_user_attr(PLAN, points)
+    with interrupts.whole():
+        search.study.set_user_attr(PLAN, points)
     return points
 
 

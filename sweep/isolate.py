@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from sweep.errors import BadInput
 from sweep.findings import Run, Trace
+from sweep.interrupts import end_with_parent
 from sweep.measure import Progress, no_progress
 from sweep.results import Outcome, TrialResult, from_dict, read_trial, write_json
 from sweep.schema import Config, plain, typed
@@ -39,7 +40,7 @@ def run_isolated(
     """Run one trial in a fresh process. Raises BadInput as the trial would; everything else is in the result."""
     started = time.perf_counter()
     request = {"config": plain(config), "name": name, "first_round": first_round}
-    failed = _run_child(request, folder, RESULT, config.measure.timeout_s, progress)
+    failed = run_child(request, folder, RESULT, config.measure.timeout_s, progress)
     if failed is None:
         return read_trial(folder / RESULT)
     result = describe(config, name)
@@ -57,7 +58,7 @@ def run_isolated_repeat(config: Config, index: int, folder: Path, *, progress: P
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
     request = {"config": plain(config), "repeat": index}
     try:
-        failed = _run_child(request, folder, RUN, config.measure.timeout_s, progress)
+        failed = run_child(request, folder, RUN, config.measure.timeout_s, progress)
     except BadInput as error:
         failed = Outcome.invalid, str(error)
     if failed is None:
@@ -68,15 +69,20 @@ def run_isolated_repeat(config: Config, index: int, folder: Path, *, progress: P
 
 def run_isolated_trace(config: Config, name: str, folder: Path, *, progress: Progress = no_progress) -> Trace:
     """Trace a trial in a fresh process, into `folder`. Raises RuntimeError where that process gave no trace."""
-    failed = _run_child({"config": plain(config), "trace": name}, folder, TRACED, config.measure.timeout_s, progress)
+    failed = run_child({"config": plain(config), "trace": name}, folder, TRACED, config.measure.timeout_s, progress)
     if failed is not None:
         last = [line for line in (folder / "stderr.log").read_text(errors="replace").splitlines() if line.strip()]
         raise RuntimeError(f"{failed[1]}: {last[-1]}" if last else failed[1])
     return from_dict(Trace, json.loads((folder / TRACED).read_text(encoding="utf-8")))
 
 
-def _run_child(
-    request: dict[str, Any], folder: Path, answer: str, timeout_s: float, progress: Progress
+def run_child(
+    request: dict[str, Any],
+    folder: Path,
+    answer: str,
+    timeout_s: float,
+    progress: Progress,
+    module: str = "sweep.isolate",
 ) -> tuple[Outcome, str] | None:
     """Let a fresh process write `folder / answer`. Returns None where it is there, else what happened, in words."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -84,10 +90,10 @@ def _run_child(
     write_json(request, folder / "request.json")
     with (folder / "stderr.log").open("wb") as stderr:
         child = subprocess.Popen(
-            [sys.executable, "-m", "sweep.isolate", str(folder)],
+            [sys.executable, "-m", module, str(folder)],
             stdout=subprocess.PIPE,
             stderr=stderr,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # see `end_with_parent`
             env=_environment(),
             start_new_session=True,  # so that whatever it starts can be ended with it
         )
@@ -101,6 +107,9 @@ def _run_child(
         except BaseException:
             _kill(child)
             raise
+        finally:
+            assert child.stdin is not None
+            child.stdin.close()
     if bad_input is not None:
         raise bad_input
     if (folder / answer).is_file():
@@ -163,6 +172,7 @@ def _environment() -> dict[str, str]:
 
 
 def main(folder: Path) -> int:
+    end_with_parent()
     # Only progress goes to standard output; what a model or library prints goes where errors go.
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

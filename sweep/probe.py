@@ -1,12 +1,11 @@
 """A few timed micro-steps, forward and backward of one micro-batch: the measured pieces of a plan.
 
-python -m sweep.probe <folder>     # reads probe_request.json, writes probe.json; on CUDA, in a process of its own
+python -m sweep.probe <folder>     # reads request.json, writes probe.json; on CUDA, in a process of its own
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +14,9 @@ from pathlib import Path
 
 import torch
 
-from sweep.isolate import STARTUP_S, _environment
+from sweep.interrupts import end_with_parent
+from sweep.isolate import run_child
+from sweep.measure import no_progress
 from sweep.outcomes import one_line
 from sweep.results import from_dict, to_dict, write_json
 from sweep.schema import Config, StrategyConf, plain, typed
@@ -26,7 +27,7 @@ from sweep.workload import Workload, build_workload
 
 #: Each micro-step is repeated until it was timed this often, and for this long or this often at most.
 LEAST_REPEATS, LEAST_S, MOST_REPEATS = 3, 0.2, 20
-REQUEST, ANSWER = "probe_request.json", "probe.json"
+ANSWER = "probe.json"
 
 
 @dataclass
@@ -44,18 +45,18 @@ def probe(config: Config, strategies: list[StrategyConf], folder: Path) -> Probe
 
     folder: where a process of its own gets its request and leaves its answer.
     """
-    if config.device.type != "cuda":
-        return probe_here(config, strategies)
-    write_json({"config": plain(config), "strategies": [plain(s) for s in strategies]}, folder / REQUEST)
-    (folder / ANSWER).unlink(missing_ok=True)
-    subprocess.run(
-        [sys.executable, "-m", "sweep.probe", str(folder)],
-        env=_environment(),
-        check=True,
-        capture_output=True,
-        timeout=config.measure.timeout_s + STARTUP_S,
-    )
-    return from_dict(Probed, json.loads((folder / ANSWER).read_text(encoding="utf-8")))
+    if config.device.type == "cuda":
+        return probe_isolated(config, strategies, folder)
+    return probe_here(config, strategies)
+
+
+def probe_isolated(config: Config, strategies: list[StrategyConf], folder: Path) -> Probed:
+    """In a process of its own. Raises RuntimeError where that gave no answer."""
+    request, own = {"config": plain(config), "strategies": [plain(s) for s in strategies]}, folder / "probe"
+    failed = run_child(request, own, ANSWER, config.measure.timeout_s, no_progress, "sweep.probe")
+    if failed is not None:
+        raise RuntimeError(f"{failed[1]}, see {own / 'stderr.log'}")
+    return from_dict(Probed, json.loads((own / ANSWER).read_text(encoding="utf-8")))
 
 
 def probe_here(config: Config, strategies: list[StrategyConf]) -> Probed:
@@ -113,7 +114,8 @@ def _wait(device: torch.device) -> None:
 
 
 def main(folder: Path) -> int:
-    request = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
+    end_with_parent()
+    request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     config = typed(request["config"])
     strategies = [typed({**request["config"], "strategy": s}).strategy for s in request["strategies"]]
     write_json(to_dict(probe_here(config, strategies)), folder / ANSWER)

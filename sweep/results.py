@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sweep.findings import Difference, Drift, Quality, Run, Trace, WhatIf
+from sweep.interrupts import whole
 
 MIB = 2**20
 T = TypeVar("T")
@@ -339,6 +340,7 @@ def _parse(hint: Any, value: Any) -> Any:
     return value
 
 
+@whole()
 def write_json(value: Any, path: Path) -> None:
     """Write a result whole or not at all: a reader or a kill never sees half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from optuna.trial import TrialState
 
 from sweep.errors import BadInput
+from sweep.interrupts import whole
 from sweep.search_answer import FAILED, Answer, NoAnswer, read_exception, read_preflight
 from sweep.search_job import Job, Runner, Settings
 from sweep.search_limits import Limits
@@ -108,8 +109,9 @@ class Search:
             self.ended_because = f"interrupted ({type(error).__name__})"
             raise
         finally:
-            self._close_open(self.ended_because)
-            self._write()
+            with whole():
+                self._close_open(self.ended_because)
+                self._write()
         self.limits.check_failures()
         return list(self.records.values())
 
@@ -138,6 +140,7 @@ class Search:
             if not self._answer_from_memory(trial, job):
                 self._tell(trial, job, Answer(outcome=FAILED, reason="the same point failed beside it"), BY_MEMORY)
 
+    @whole()
     def _ask(self) -> optuna.Trial:
         """A new candidate: the next of the queue, of the walk, or the sampler's."""
         point = self._next_point()
@@ -183,10 +186,12 @@ class Search:
         try:
             job.config, job.folder = self.runner.compose(trial.number, job.overrides)
         except Exception as error:
-            trial.set_user_attr(JOB, asked)
-            self._tell(trial, job, read_exception(error), BY_PREFLIGHT)
+            with whole():
+                trial.set_user_attr(JOB, asked)
+                self._tell(trial, job, read_exception(error), BY_PREFLIGHT)
             return False
-        trial.set_user_attr(JOB, asked | ({"folder": str(job.folder)} if job.folder is not None else {}))
+        with whole():
+            trial.set_user_attr(JOB, asked | ({"folder": str(job.folder)} if job.folder is not None else {}))
         job.estimate = self._judge(job)
         twin = self.records.get(job.estimate.same_as) if job.estimate and job.estimate.same_as is not None else None
         if twin is not None and twin.ended and twin.launched:
@@ -215,6 +220,7 @@ class Search:
             self.progress.say(f"trial {job.number}: the preflight failed, so it is run ({why})")
             return None
 
+    @whole()
     def _answer_from_memory(self, trial: optuna.Trial, job: Job, twin: Record | None = None) -> bool:
         known = twin if twin is not None else self._known.get(self.space.identity(job.point))
         if known is None:
@@ -246,6 +252,7 @@ class Search:
             del returned, said
             gc.collect()
 
+    @whole()
     def _tell(self, trial: optuna.Trial, job: Job, answer: Answer, answered_by: str | None) -> None:
         known = self.records.values()
         told = what_to_tell(job, answer, answered_by, known, self.settings, self.sampler.name)
@@ -309,6 +316,7 @@ class Search:
             self._remember(record(self.study.tell(trial, state=TrialState.FAIL)))
         self._open.clear()
 
+    @whole()
     def _write(self) -> None:
         if self.folder is not None:
             said = summary(

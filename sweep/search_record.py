@@ -13,6 +13,7 @@ import optuna
 import yaml
 from optuna.trial import FrozenTrial, TrialState
 
+from sweep.interrupts import whole
 from sweep.search_answer import FAILED, OK, violation
 
 #: How a trial's values came about (user attribute VALUE_IS): nothing there means measured.
@@ -68,6 +69,7 @@ class Record:
         return self.same_as is None
 
 
+@whole()
 def records(study: optuna.Study) -> list[Record]:
     """All trials that were asked, in order."""
     found = study.get_trials(deepcopy=False)

@@ -21,6 +21,7 @@ from optuna.storages import BaseStorage, InMemoryStorage, RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from sweep.errors import BadInput
+from sweep.interrupts import whole
 from sweep.search_record import JOB
 from sweep.search_space import Space
 
@@ -34,6 +35,7 @@ _BUSY_TIMEOUT_S = 60
 SPACE, FIXED = "search_space", "fixed_digests"
 
 
+@whole()
 def open_storage(conf: Any, root: Path, working_folder: Path) -> BaseStorage:
     """The storage of `hydra.sweeper.storage`: "auto" (root/mlruns/optuna.db), null (in memory), a URL or a `_target_`.
 
@@ -112,6 +114,7 @@ def free_name(storage: BaseStorage, name: str) -> str:
     return next(n for n in itertools.chain([name], (f"{name}-{i}" for i in itertools.count(2))) if n not in taken)
 
 
+@whole()
 def open_study(
     storage: BaseStorage,
     name: str,
@@ -204,6 +207,7 @@ def is_alive(name: str | None) -> bool:
         return False
 
 
+@whole()
 def close_stale(study: optuna.Study) -> list[FrozenTrial]:
     """End the trials that a killed command left running, as failed. Those of a living process are left alone."""
     closed = []

@@ -22,6 +22,7 @@ from sweep.decide import grouped
 from sweep.diagnose_job import diagnoses_in, print_all, run_diagnosis
 from sweep.diagnosis import Diagnosis
 from sweep.errors import EXIT_NOTHING_FEASIBLE, EXIT_OK
+from sweep.interrupts import whole
 from sweep.isolate import run_isolated
 from sweep.memory.device import resolve_device
 from sweep.progress import Display
@@ -140,6 +141,7 @@ class Session:
         with self.display.trial(config.workload.name, what="predicting"):
             return run_diagnosis(config, folder, overrides, self._store, self.display.predicting)
 
+    @whole()
     def refuse(
         self, config: Config, folder: Path, overrides: Sequence[str], prediction: Prediction, reason: str
     ) -> TrialResult:
@@ -153,7 +155,6 @@ class Session:
         result.prediction, result.error = replace(prediction, fits=False), reason
         if self._store is not None:
             with tracking.start_trial(self._store, self.state.parent_run_id, result, system_metrics=False) as run:
-                result.mlflow_run_id = run.run_id
                 run.log(result)
         save(result, folder)
         return result
@@ -215,9 +216,9 @@ class Session:
                     self._store, self.state.parent_run_id, planned, system_metrics=config.tracking.system_metrics
                 ) as run:
                     result = self._compute(config, planned, folder)
-                    result.mlflow_run_id = run.run_id
-                    run.log(result)
-        save(result, folder)
+                    with whole():
+                        run.log(result)
+                        save(result, folder)
         self.display.console.print(single_line(result), markup=False, highlight=False)
         return result
 
@@ -258,6 +259,10 @@ class Session:
                 repeat_in_turn(results, self.display, self._store)
             for traced in trace_chosen(results, self.display):
                 self._save(traced)
+        self._close(results, status)
+
+    @whole()
+    def _close(self, results: list[TrialResult], status: tracking.Status) -> None:
         self.closed = True
         self.display.stop()
         comparisons = self._judge(results) if results else []

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from sweep.interrupts import whole
 from sweep.results import Comparison, Outcome, TrialResult, write_json
 from sweep.tracking_facts import git_state
 from sweep.tracking_knobs import color_of, knobs_of
@@ -83,6 +84,7 @@ NOTE = "mlflow.note.content"
 SWEEP = "sweep"
 
 
+@whole()
 def open_sweep(
     store: Store,
     name: str,
@@ -122,6 +124,7 @@ def open_sweep(
     return run_id
 
 
+@whole()
 def sweep_page(store: Store, run_id: str | None) -> str:
     """Where MLflow's page shows a sweep: an address on a server; for a file what follows the address of `mlflow ui`.
 
@@ -133,6 +136,7 @@ def sweep_page(store: Store, run_id: str | None) -> str:
     return ""
 
 
+@whole()
 def close_sweep(
     store: Store,
     run_id: str | None,
@@ -162,7 +166,7 @@ def close_sweep(
 def start_trial(
     store: Store, parent_run_id: str | None, planned: TrialResult, *, system_metrics: bool = True
 ) -> TrialRun:
-    """Start the run of a trial that is about to be measured (or predicted).
+    """The run of a trial that is about to be measured (or predicted).
 
     planned: the result so far: names, config, command; its outcome is not read. Use the return value in a `with`
     statement around the trial.
@@ -175,27 +179,38 @@ class TrialRun:
 
     def __init__(self, store: Store, parent_run_id: str | None, planned: TrialResult, system_metrics: bool) -> None:
         self.run_id: str | None = None
-        self._store = store
+        self._store, self._parent_run_id, self._planned = store, parent_run_id, planned
         self._params: dict[str, str] = {}
         self._outcome: str | None = None
+        self._ended = False
         self._system_metrics = system_metrics
         self._sampler: SystemSampler | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self._begin()
+        except BaseException as error:  # a `with` statement ends only what it has entered
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    @whole()
+    def _begin(self) -> None:
+        store, parent, planned = self._store, self._parent_run_id, self._planned
         tags = {**process_tags(store), **plan_tags_of(planned), "kind": "trial", "mlflow.runColor": color_of(planned)}
         with best_effort(f"trial {planned.name}"):
-            if parent_run_id is not None:
-                tags |= {"mlflow.parentRunId": parent_run_id, SWEEP: _label_of(store, parent_run_id)}
+            if parent is not None:
+                tags |= {"mlflow.parentRunId": parent, SWEEP: _label_of(store, parent)}
             run = client(store.uri).create_run(experiment_id(store), tags=cut_tags(tags), run_name=planned.name)
             self.run_id = run.info.run_id
             opened(store, run.info.run_id)
             self._log_params(planned.config)
-
-    def __enter__(self) -> Self:
         if self.run_id is not None and self._system_metrics:
-            run_id, mlflow_client = self.run_id, client(self._store.uri)
+            run_id, mlflow_client = self.run_id, client(store.uri)
             self._sampler = SystemSampler(lambda samples: mlflow_client.log_batch(run_id, metrics=samples))
             self._sampler.start()
-        return self
 
+    @whole()
     def log(self, result: TrialResult, files: Sequence[Path] = ()) -> None:
         """Log the whole result. The run ends with the `with` block, in the state that the outcome asks for.
 
@@ -224,9 +239,18 @@ class TrialRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        try:
+            self._end(kind, error)
+        except KeyboardInterrupt as interrupt:
+            self._end(type(interrupt), interrupt)  # where it came before the end had begun
+            raise
+
+    @whole()
+    def _end(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
         self._stop_sampling()
-        if self.run_id is None:
+        if self.run_id is None or self._ended:
             return
+        self._ended = True
         status, wrong = _ending(self._outcome, kind, error)
         if wrong:
             tags = {"error": wrong}
@@ -250,6 +274,7 @@ class TrialRun:
             self._sampler = None
 
 
+@whole()
 def update_decision(store: Store, run_id: str | None, result: TrialResult, files: Sequence[Path] = ()) -> None:
     """Set what is known only after the trial has ended: verdict, reasons, and what compares it with the others.
 
@@ -265,6 +290,7 @@ def update_decision(store: Store, run_id: str | None, result: TrialResult, files
         write(store, run_id, metrics=decision_metrics_of(result), tags=tags)
 
 
+@whole()
 def reconcile(store: Store) -> int:
     """End runs that a killed process left RUNNING; returns how many.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sweep.diagnosis import Diagnosis
+from sweep.interrupts import whole
 from sweep.results import Category
 from sweep.tracking_runs import (
     best_effort,
@@ -24,6 +25,7 @@ from sweep.tracking_values import MetricValue, cut_markdown, cut_tags, params_of
 from sweep.words import known
 
 
+@whole()
 def record_diagnosis(
     store: Store, found: Diagnosis, config: dict[str, Any], markdown: str, files: Sequence[Path]
 ) -> str | None:

@@ -6,6 +6,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
+from sweep.interrupts import whole
 from sweep.results import Measurement, TrialResult, write_json
 from sweep.tracking_runs import best_effort, write_files, write_result_tags
 from sweep.tracking_store import Store
@@ -13,6 +14,7 @@ from sweep.tracking_values import MetricValue, metrics_of, result_tags_of
 from sweep.words import known
 
 
+@whole()
 def update_measurement(store: Store, run_id: str | None, result: TrialResult, before: TrialResult) -> None:
     """Log what the repeats changed, and replace result.json. The run's state is left as it is.
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sweep.errors import BadInput
+from sweep.interrupts import whole
 from sweep.tracking_check import KEY, check_database, check_file, check_server, follow_moved_folder, migrate
 from sweep.tracking_values import one_line, without_password
 
@@ -86,6 +87,7 @@ def store_location(uri: str | None, root: Path, experiment: str = EXPERIMENT) ->
     )
 
 
+@whole()
 def initialise(store: Store) -> str:
     """Make or migrate the database and the experiment; returns the experiment's id.
 

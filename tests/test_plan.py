@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +12,8 @@ from sweep.candidates import Choices, choices, kind_of, name_of, strategy_at, su
 from sweep.forecast import Forecast, signature
 from sweep.hooks import Preflight, limits
 from sweep.plan import Candidate, Line, Pieces, fill, make_plan, rank
-from sweep.probe import ANSWER, REQUEST, Probed
-from sweep.results import Measurement, Outcome, TrialResult, from_dict, write_json
+from sweep.probe import probe_isolated
+from sweep.results import Measurement, Outcome, TrialResult
 from sweep.schema import CheckpointConf, Config, Granularity, OffloadConf, Placement, SearchConf, StrategyConf, plain
 from sweep.search_walk import walk
 from sweep.trial import describe, is_baseline
@@ -329,9 +326,7 @@ def test_micro_steps_can_be_timed_in_a_process_of_their_own(small: Config, tmp_p
     """What CUDA devices get; here the process has a CPU."""
     strategies = [strategy(4), strategy(4, "blocks"), strategy(4, "segments", 9)]
     strategies[2].checkpoint.segment_size = 9  # more than there are blocks: goes wrong, and is not the end of it
-    write_json({"config": plain(small), "strategies": [plain(s) for s in strategies]}, tmp_path / REQUEST)
-    subprocess.run([sys.executable, "-m", "sweep.probe", str(tmp_path)], check=True, cwd=Path(__file__).parents[1])
-    probed = from_dict(Probed, json.loads((tmp_path / ANSWER).read_text()))
+    probed = probe_isolated(small, strategies, tmp_path)
     assert probed.micro_step_ms[0] > 0
     assert probed.micro_step_ms[1] > 0
     assert probed.micro_step_ms[2] is None

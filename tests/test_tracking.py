@@ -375,7 +375,7 @@ def test_a_killed_process_leaves_no_run_running(tmp_path: Path, empty_database: 
     process = script(
         store,
         """
-        whole = start_trial(store, sweep, parts.planned(name="recorded whole"), system_metrics=False)
+        whole = start_trial(store, sweep, parts.planned(name="recorded whole"), system_metrics=False).__enter__()
         whole.log(parts.finished(name="recorded whole"))
         run = start_trial(store, sweep, parts.planned(name="half done")).__enter__()
         print(sweep, whole.run_id, run.run_id, flush=True)
@@ -384,8 +384,8 @@ def test_a_killed_process_leaves_no_run_running(tmp_path: Path, empty_database: 
     )
     assert process.stdout is not None
     sweep, whole, half = process.stdout.readline().split()
-    mine = start(store, None, name="of this living process")
-    other = start(store, None, name="of another host")
+    mine = start(store, None, name="of this living process").__enter__()
+    other = start(store, None, name="of another host").__enter__()
     assert mine.run_id is not None
     assert other.run_id is not None
     MlflowClient(store.uri).set_tag(other.run_id, "process.host", "another-host")
@@ -412,13 +412,12 @@ def test_a_killed_process_leaves_no_run_running(tmp_path: Path, empty_database: 
 
 
 def test_a_process_id_that_is_anothers_by_now(local: Store) -> None:
-    run = start(local)
-    assert run.run_id is not None
-    MlflowClient(local.uri).set_tag(run.run_id, "process.started", f"{time.time() - 1e6:.2f}")
-    assert reconcile(local) == 1
-    assert read(local, run.run_id).info.status == "KILLED"
-    with run:  # ended wrongly: its own end corrects that
-        run.log(parts.finished())
+    with start(local) as run:
+        assert run.run_id is not None
+        MlflowClient(local.uri).set_tag(run.run_id, "process.started", f"{time.time() - 1e6:.2f}")
+        assert reconcile(local) == 1
+        assert read(local, run.run_id).info.status == "KILLED"
+        run.log(parts.finished())  # ended wrongly: its own end corrects that
     found = read(local, run.run_id)
     assert (found.info.status, found.data.tags["outcome"], found.data.tags["error"]) == ("FINISHED", "ok", "")
 
@@ -430,7 +429,7 @@ def test_an_exit_outside_of_any_block_and_nothing_printed(tmp_path: Path, empty_
         """
         with start_trial(store, sweep, parts.planned()) as run:
             run.log(parts.finished())
-        loose = start_trial(store, sweep, parts.planned(name="loose"))
+        loose = start_trial(store, sweep, parts.planned(name="loose")).__enter__()
         (store.root / "ids").write_text(f"{sweep} {run.run_id} {loose.run_id}")
         import os
         assert "MLFLOW_RUN_ID" not in os.environ
