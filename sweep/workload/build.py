@@ -387,7 +387,7 @@ def _floats_as(batch: Batch, dtype: Dtype) -> Batch:
 def _instantiate(key: str, node: dict[str, Any]) -> Any:
     target = node["_target_"]
     try:
-        return instantiate(node)
+        return instantiate({"_convert_": "all"} | node)  # plain lists and dicts, not OmegaConf's
     except InstantiationException as error:
         cause: BaseException | None = error
         while cause is not None:
