@@ -77,7 +77,7 @@ class Examined:
 
 
 def config_of(name: str, strategy: str) -> Config:
-    """The architecture under a strategy of conf/strategy/, which moves small tensors too, as there are no large ones."""
+    """The architecture under a strategy of conf/strategy/; offload moves small tensors too."""
     node = OmegaConf.to_container(OmegaConf.load(ROOT / f"conf/strategy/{strategy}.yaml"), resolve=False)
     assert isinstance(node, dict)
     if "offload" in node:
@@ -147,9 +147,9 @@ def share_in_blocks(workload: Workload) -> float:
         nonlocal depth
         depth -= 1
 
-    with _hooks([b.module for b in workload.blocks], enter, leave):
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), workload.autocast():
-            workload.loss(workload.model, batch)
+    saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+    with _hooks([b.module for b in workload.blocks], enter, leave), saving, workload.autocast():
+        workload.loss(workload.model, batch)
     return inside[True] / max(inside.total(), 1)
 
 
@@ -229,7 +229,7 @@ def markdown(rows: list[Examined]) -> str:
     lines = [
         "# Strategies on public architectures",
         "",
-        "Tiny, on the CPU (evidence: cpu): peak against the baseline's by the ledger, and whether the strategy computes "
+        "Tiny, on the CPU (evidence: cpu): the ledger's peak against the baseline's, and whether the strategy computes "
         "the same. `share`: of the bytes saved for backward, those saved inside of the blocks.",
         "",
         f"| {' | '.join(head)} |",

@@ -477,7 +477,7 @@ ZOO: dict[str, Architecture] = {
     ),
     "lstm": Architecture(
         _workload("Lstm", "tagged", _CROSS_ENTROPY), has_blocks=False,
-        refused={s: _NO_BLOCKS for s in ("checkpoint", "checkpoint_selective", "offload", "hybrid")},
+        refused=dict.fromkeys(("checkpoint", "checkpoint_selective", "offload", "hybrid"), _NO_BLOCKS),
     ),
     "torch_encoder": Architecture(
         _workload("TorchEncoder", "tagged", _CROSS_ENTROPY), quick=True,

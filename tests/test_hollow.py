@@ -62,6 +62,28 @@ CASES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "attention": lambda x, y: F.scaled_dot_product_attention(x[None], y[None], y[None]),
     "cross_entropy": lambda x, y: F.cross_entropy(x[0], torch.zeros(5, dtype=torch.long)),
 }
+aten = torch.ops.aten
+#: Gradients that are not contiguous, such as pooling over the tokens leaves: g is (B, S, W), its strides (B, W, S)'s.
+BACKWARD: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "layer_norm": lambda g, x: aten.native_layer_norm_backward(
+        g, x, [8], x[..., :1], x[..., :1], x[0, 0], None, [True, True, False]
+    )[:2],
+    "batch_norm": lambda g, x: aten.native_batch_norm_backward(
+        g, x, *(x[0, :, 0] for _ in range(5)), True, 1e-5, [True, True, True]
+    ),
+    "group_norm": lambda g, x: aten.native_group_norm_backward(
+        g[None].permute(0, 3, 1, 2), x[None].permute(0, 3, 1, 2).contiguous(), *(x[:1, 0, :2] for _ in range(2)),
+        x[0, 0], 1, 8, 10, 2, [True, True, True],
+    ),
+    "log_softmax": lambda g, x: aten._log_softmax_backward_data(g, x, -1, torch.float32),
+    "mse": lambda g, x: aten.mse_loss_backward(x.sum(), g, x, 1),
+    "elu": lambda g, x: aten.elu_backward(g, 1, 1, 1, False, x),
+    "hardswish": lambda g, x: aten.hardswish_backward(g, x),
+    "leaky_relu": lambda g, x: aten.leaky_relu_backward(g, x, 0.1, False),
+    "relu": lambda g, x: aten.threshold_backward(g, x, 0),
+    "dropout": lambda g, x: aten.native_dropout_backward(g, x > 0, 2.0),
+}  # fmt: skip
+CASES |= {f"{name}_backward": lambda x, y, f=f: f(x.mT.contiguous().mT, y) for name, f in BACKWARD.items()}
 
 
 def described(value: Any) -> list[tuple[Any, ...]]:

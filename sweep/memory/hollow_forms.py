@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -42,6 +43,22 @@ class Result:
 #: The results of an operator: a Result in place of each tensor, in lists and tuples as they are returned.
 Form = Any
 
+#: Some shape functions are decompositions, whose first result has other strides than the kernels' where the arguments
+#: are not all contiguous. That counts: whatever takes a gradient that is not contiguous copies it first.
+_CONTIGUOUS = {
+    "aten.native_layer_norm_backward", "aten._log_softmax_backward_data", "aten.mse_loss_backward",
+    "aten.smooth_l1_loss_backward",
+}  # fmt: skip
+#: By the position of the argument that it is laid out like, channels last or contiguous.
+_LIKE_IMAGES = {
+    "aten.native_batch_norm": 0, "aten.native_batch_norm_backward": 1, "aten.native_group_norm_backward": 1,
+}  # fmt: skip
+#: By the positions of the arguments that a loop over all elements goes by.
+_ELEMENTWISE = {
+    "aten.elu_backward": (0, 5), "aten.hardswish_backward": (0, 1), "aten.leaky_relu_backward": (1, 0),
+    "aten.native_dropout_backward": (0, 1), "aten.softplus_backward": (0, 1), "aten.threshold_backward": (1, 0),
+}  # fmt: skip
+
 
 class Forms:
     """Forms by operator and arguments.
@@ -60,13 +77,15 @@ class Forms:
         try:
             if self._as_cuda and not _depends_on_values(func):
                 try:
-                    out = func(*_on_meta(args), **{key: _on_meta(value) for key, value in kwargs.items()})
-                    return _form(out, {}, [])
+                    given = _prepared(name, _on_meta(args))
+                    out = func(*given, **{key: _on_meta(value) for key, value in kwargs.items()})
+                    return _laid_out(name, _form(out, {}, []), given, contiguous_groups=True)
                 except NotImplementedError:
                     pass
             with self._fake:
-                out = func(*_fake(args), **{key: _fake(value) for key, value in kwargs.items()})
-            form = _form(out, {}, [])
+                given = _prepared(name, _fake(args))
+                out = func(*given, **{key: _fake(value) for key, value in kwargs.items()})
+                form = _laid_out(name, _form(out, {}, []), given, contiguous_groups=self._as_cuda)
             if func is LSTM_LAYER:
                 return _with_workspace(form, lstm_workspace(args))
             return [replace(result, same_storage_as=-1) for result in form] if func is LSTM_BACKWARD else form
@@ -82,6 +101,35 @@ def _with_workspace(form: Form, nbytes: int) -> Form:
     """The form of an LSTM layer with `nbytes` of workspace as its last result."""
     *results, workspace = form
     return (*results, replace(workspace, nbytes=nbytes, rounded=round_up(nbytes), shape=(nbytes,), stride=(1,)))
+
+
+def _prepared(name: str, args: Any) -> Any:
+    """The arguments as the shape function can take them: group norm's views a gradient that the kernel would copy."""
+    return (args[0].contiguous(), *args[1:]) if name == "aten.native_group_norm_backward" else args
+
+
+def _laid_out(name: str, form: Form, args: Any, *, contiguous_groups: bool) -> Form:
+    """The form with the first result's strides as the kernel makes them. CUDA's group norm knows no channels last."""
+    first, *others = (form,) if isinstance(form, Result) else form if isinstance(form, (tuple, list)) else (None,)
+    if not isinstance(first, Result):  # None where no gradient is asked for
+        return form
+    if name in _CONTIGUOUS:
+        stride = _strides(torch.contiguous_format, first.shape)
+    elif name in _LIKE_IMAGES:
+        plain = contiguous_groups and "group_norm" in name
+        like = torch.contiguous_format if plain else suggest_memory_format(args[_LIKE_IMAGES[name]])
+        stride = _strides(like, first.shape)
+    elif name in _ELEMENTWISE:
+        one, other = _ELEMENTWISE[name]
+        stride = torch.mul(args[one], args[other]).stride()
+    else:
+        return form
+    first = replace(first, stride=stride)
+    return first if isinstance(form, Result) else type(form)([first, *others])
+
+
+def _strides(memory_format: torch.memory_format, shape: Any) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta", memory_format=memory_format).stride()
 
 
 def _depends_on_values(func: Any) -> bool:
