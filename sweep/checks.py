@@ -11,9 +11,17 @@ from sweep.certainty import difference, disturbances, drift_of, repeats_words
 from sweep.findings import Difference, Drift, Quality
 from sweep.quality import curves, quality_of
 from sweep.reasons import REASONS
-from sweep.results import Evidence, Measurement, Outcome, TrialResult
+from sweep.results import Evidence, Measurement, Outcome, TrialResult, Verification
 from sweep.schema import BudgetConf, MinEvidence
-from sweep.words import EVIDENCE_SHORT, count, error, known, loss, mib, number, ratio
+from sweep.words import EVIDENCE_SHORT, count, error, known, loss, mib, number, percent, ratio
+
+#: Of the cap: where less is left, what a prediction does not count may decide.
+UNSURE = 0.05
+#: What a verification says that is neither yes nor no.
+UNDECIDED = {
+    "not_verified": "too little of it was compared with the baseline",
+    "not_comparable": "it cannot be compared with the baseline",
+}
 
 #: Evidence, weakest first.
 STRENGTH = {e.value: i for i, e in enumerate(Evidence)}
@@ -104,6 +112,8 @@ def check_equal(candidate: TrialResult, found: Found) -> None:
         switched_off = (candidate.config.get("measure") or {}).get("verify") is False
         words = "not verified as equal to the baseline" + (" (measure.verify=false)" if switched_off else "")
         found.add("not_verified", words, blocks=not switched_off)
+    elif v.status in UNDECIDED:
+        found.add("not_verified", f"{UNDECIDED[v.status]}: {v.reason or 'no reason is known'}")
     elif not v.passed:
         found.add("not_equivalent", f"{REASONS['not_equivalent'].meaning}: {v.reason or _error_words(candidate)}")
 
@@ -111,6 +121,13 @@ def check_equal(candidate: TrialResult, found: Found) -> None:
 def _error_words(candidate: TrialResult) -> str:
     v = candidate.verification
     return "" if v is None else f"relative error {error(v.max_rel_err)}, allowed {error(v.tolerance)}"
+
+
+def verified_words(v: Verification | None) -> str:
+    """`gradients equal in 100 % of the parameters over 2 steps`; "" where the share is not known."""
+    if v is None or not v.passed or v.compared_share is None:
+        return ""
+    return f"gradients equal in {percent(v.compared_share)} of the parameters over {count(v.steps, 'step')}"
 
 
 def check_memory(candidate: TrialResult, facts: Facts, cap: float | None, source: str, found: Found) -> None:
@@ -126,6 +143,13 @@ def check_memory(candidate: TrialResult, facts: Facts, cap: float | None, source
         short = "" if prediction.headroom_mib is None else f", short by {mib(-prediction.headroom_mib)}"
         words = f"predicted to reserve {mib(prediction.reserved_mib)}, which does not fit {prediction.device}{short}"
         found.add("over_memory", words)
+    elif candidate.measurement is None and prediction is not None and prediction.caveats:
+        left = [(cap - peak) / cap] if cap else []
+        if prediction.headroom_mib is not None and prediction.capacity_mib:
+            left.append(prediction.headroom_mib / prediction.capacity_mib)
+        if left:
+            words = f"less sure, {percent(min(left))} are left: {'; '.join(prediction.caveats)}"
+            found.add("uncertain", words, blocks=min(left) < UNSURE)
 
 
 def check_throughput(candidate: TrialResult, facts: Facts, budget: BudgetConf, found: Found) -> None:

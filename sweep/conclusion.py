@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sweep.certainty import drift_words
+from sweep.checks import verified_words
 from sweep.findings import Difference
 from sweep.knobs import strategy_of, with_overrides
 from sweep.reasons import ONLY_EVIDENCE, REASONS
@@ -29,6 +30,8 @@ def explain_conclusion(comparison: Comparison, results: list[TrialResult], cheap
             if baseline.verdict != Verdict.accept.value:
                 baseline.next_action = f"use {results[index].name} instead"
     certainty = [drift_words(comparison.drift), _disturbed_words(comparison, results)]
+    if index is not None and "uncertain" in comparison.decisions[index].reasons:
+        certainty.append("whether it fits is less sure by what the prediction does not count")
     comparison.why = "; ".join(w for w in (comparison.why, *certainty) if w)
 
 
@@ -107,6 +110,7 @@ def _take(comparison: Comparison, results: list[TrialResult], index: int) -> Non
     if decision.throughput_ratio is not None:
         numbers.append(f"{ratio(decision.throughput_ratio)} the baseline's throughput{noise_words(decision.step)}")
     words.append(", ".join(numbers))
+    words.append(verified_words(result.verification))
     if "not_verified" in decision.reasons:
         words.append("it was not verified as equal to the baseline")
     comparison.why = f"{'; '.join(w for w in words if w)} ({_where(comparison)})"

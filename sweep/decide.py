@@ -24,6 +24,7 @@ from sweep.checks import (
     check_throughput,
     deciding_peak_mib,
     saved_words,
+    verified_words,
 )
 from sweep.conclusion import explain_conclusion, noise_words
 from sweep.knobs import Knobs, change_rank
@@ -121,7 +122,7 @@ def _accepted_words(candidate: TrialResult, facts: Facts, cap: float | None, fou
         words.append(f"{saved_words(facts.saved_mib)}{share}")
     if facts.throughput_ratio is not None:
         words.append(f"{ratio(facts.throughput_ratio)} the baseline's throughput{noise_words(facts.step)}")
-    words += found.words.values()
+    words += [w for w in (verified_words(candidate.verification), *found.words.values()) if w]
     return f"{EVIDENCE_SHORT.get(candidate.evidence, candidate.evidence)}: {'; '.join(words)}"
 
 

@@ -23,6 +23,7 @@ from sweep.outcomes import one_line
 from sweep.predict import predict
 from sweep.results import MIB, Category, Phase, Prediction
 from sweep.schema import Config, DeviceConf, Dtype, StrategyConf
+from sweep.trial import check_known
 from sweep.what_if import what_if
 from sweep.workload import DataSource, build_data, build_outline, find_blocks
 
@@ -44,6 +45,7 @@ def diagnose(config: Config, words: Sequence[str] = (), *, progress: Progress = 
     data = build_data(config.workload)
     progress("baseline")
     try:
+        check_known(config, build_outline(config.workload))
         baseline = predict(config, data)
     except BadInput:
         raise
@@ -133,4 +135,5 @@ def _notes(facts: Facts) -> list[str]:
         notes.append(f"This machine has no {facts.device}: type the commands where it is, or add mode=predict to them.")
     if not facts.blocks:
         notes.append("No repeated blocks were found in the model; name them with workload.blocks='layers.*'.")
+    notes += [f"Less sure: {caveat}." for caveat in facts.baseline.caveats]
     return notes

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from sweep.candidates import strategy_at
@@ -21,12 +20,13 @@ from sweep.diagnosis import (
     Facts,
     Setting,
 )
-from sweep.errors import BadInput, NothingOffloaded
+from sweep.errors import BadInput, NotEquivalent, NothingOffloaded
 from sweep.outcomes import one_line
 from sweep.predict import predict
 from sweep.results import Prediction
 from sweep.schema import Config, Granularity, Placement, StrategyConf, quarter_of
 from sweep.strategy import accumulation_steps, check_blocks, micro_batch_size
+from sweep.trial import check_known
 from sweep.workload import Block, DataSource
 
 #: As conf/strategy/ has them, without the block that offload keeps by default.
@@ -72,7 +72,7 @@ class Settings:
     ) -> None:
         self.config, self.data, self.facts, self.blocks, self.progress = config, data, facts, blocks, progress
         self.predictions: dict[str, Prediction] = {}  # of the extremes, by direction
-        self._whole_batch = _of_whole_batch(outline)
+        self._outline = outline
 
     def extremes(self) -> list[Setting]:
         return [self.predicted(direction, _EXTREME[direction]) for direction in DIRECTIONS]
@@ -123,14 +123,13 @@ class Settings:
         b = self.config.workload.global_batch_size
         if strategy.micro_batch_size is not None and b == 1:
             return "the global batch is one sample already"
-        if strategy.micro_batch_size is not None and self._whole_batch:
-            return (
-                f"{self._whole_batch} takes statistics over the whole batch, so micro-batches would not be equivalent"
-            )
         try:
+            check_known(replace(self.config, strategy=strategy), self._outline)
             check_blocks(strategy, self.blocks)
         except BadInput as error:
             return f"{error.wrong}; {error.todo}"
+        except NotEquivalent as error:
+            return str(error)
         return ""
 
     def mildest(self) -> list[Setting]:
@@ -193,9 +192,3 @@ def name_of(strategy: StrategyConf, global_batch_size: int) -> str:
     if o.placement is not Placement.none:
         said.append("offload all" if not o.keep_last else "offload all but the last block")
     return " + ".join(said) or "baseline"
-
-
-def _of_whole_batch(model: nn.Module) -> str:
-    """The kind of a layer whose result depends on all samples at once; empty where there is none."""
-    kinds = {type(m).__name__ for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)}
-    return min(kinds, default="")

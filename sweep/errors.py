@@ -9,6 +9,8 @@ EXIT_OK, EXIT_BAD_INPUT, EXIT_NOTHING_FEASIBLE, EXIT_INTERRUPTED, EXIT_TERMINATE
 class SweepError(Exception):
     """Base of all errors of this package."""
 
+    reason = ""  # code of sweep.reasons, or of what makes a strategy differ, where the error says more than its outcome
+
 
 class BadInput(SweepError):
     """A value that cannot be used. Printed as one line `key.path=value: what is wrong; what to do`, exit code 2."""
@@ -28,7 +30,11 @@ class DeviceOutOfMemory(SweepError):
 
 
 class NotEquivalent(SweepError):
-    """A strategy does not compute what the baseline computes."""
+    """A strategy does not compute what the baseline computes. `reason`: see results.Verification.cause."""
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class CannotPredict(SweepError):
@@ -37,3 +43,11 @@ class CannotPredict(SweepError):
 
 class NothingOffloaded(SweepError):
     """Offload was asked for and moved no byte: an error, since it would otherwise look like a result."""
+
+    reason = "nothing_offloaded"
+
+
+class NotOnDevice(SweepError):
+    """The device cannot do what the workload asks for. Ends with what to do, as BadInput does."""
+
+    reason = "bad_setting"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sweep.errors import BadInput, CannotPredict, DeviceOutOfMemory, NotEquivalent
+from sweep.errors import BadInput, CannotPredict, DeviceOutOfMemory, NotEquivalent, NotOnDevice
 from sweep.results import Outcome
 
 _DEVICE_MESSAGES = (
@@ -53,7 +53,7 @@ def outcome_of(error: BaseException) -> Outcome:
         return Outcome.oom_host
     if isinstance(error, torch.OutOfMemoryError) or any(m in text for m in _DEVICE_MESSAGES):
         return Outcome.oom_device
-    if isinstance(error, (NotEquivalent, CannotPredict, BadInput)):
+    if isinstance(error, (NotEquivalent, CannotPredict, NotOnDevice, BadInput)):
         return Outcome.invalid
     if isinstance(error, NotFinite):
         return Outcome.nan

@@ -10,6 +10,9 @@ from sweep.next_step import Step, faster, lighter, offload_less, offload_more
 from sweep.results import Evidence, Outcome, TrialResult
 from sweep.words import count
 
+GENERATORS = "torch's, Python's or numpy's global generator, which are set again for each run"
+NO_REPEAT = "the baseline does not repeat itself, which is not the strategy's fault: find what differs between two runs"
+
 
 @dataclass(frozen=True)
 class Case:
@@ -45,29 +48,43 @@ def _faster(case: Case) -> Step:
 
 
 def _not_equivalent(case: Case) -> Step:
-    knobs = Knobs.of(case.result)
-    if knobs.save_on_cpu:
-        words = "ours keeps strides, aliases and parameters as they are"
-        return Step("strategy.offload.implementation=hooks", words)
-    if knobs.offloads:
-        words = "look for operations that change a saved tensor in place, or take strategy=checkpoint"
-        return Step("", words, own=False)
-    if knobs.checkpoints:
+    """By what makes it differ, where that is known; without a guess where it is not."""
+    r, v = case.result, case.result.verification
+    cause, where = (r.reason, "") if v is None else (v.cause, v.where)
+    if cause == "batch_statistics":
+        norm = "; GroupNorm in its place would not" if "BatchNorm" in where + r.error else ""
+        words = f"{where or 'a layer'} computes over all samples of a batch, which checkpointing leaves together{norm}"
+        return Step("strategy=checkpoint", words, own=False)
+    if cause == "loss_is_no_mean_over_samples":
         words = (
-            "look for state that a forward changes (counters, buffers, a random generator of its own), "
-            "or take strategy=micro_batch"
+            "a loss without `count` is taken for a mean over samples: give it `count(batch)`, what it divides by, or "
+            "use sweep.workload.loss.CrossEntropy"
         )
         return Step("", words, own=False)
-    words = (
-        "a result that depends on the whole batch (BatchNorm) cannot be computed in parts: take strategy=checkpoint, "
-        "or GroupNorm"
-    )
-    return Step("", words, own=False)
+    if cause == "state":
+        words = f"forward changes {where or 'state'} and runs more than once here: change it outside of forward"
+        return Step("", words, own=False)
+    if cause == "random":
+        return Step("", f"draw{' what ' + where + ' draws' if where else ''} from {GENERATORS}", own=False)
+    if cause == "baseline_does_not_repeat":
+        return Step("", NO_REPEAT, own=False)
+    if Knobs.of(r).save_on_cpu:
+        words = "ours keeps strides, aliases and parameters as they are"
+        return Step("strategy.offload.implementation=hooks", words)
+    at = where or (v.grad_worst if v is not None else "")
+    folder = f" in {r.folder}/result.json" if r.folder else ""
+    return Step("", f"what makes it differ is not known: begin at {at or 'its verification'}{folder}", own=False)
 
 
 def _quality(case: Case) -> Step:
     words = "keep the baseline; if this strategy was verified as equal, see whether it is chance with another seed"
     return Step("workload.seed=1", words, own=False)
+
+
+def _recompute_more(case: Case) -> Step:
+    # The error ends with what to do, as a bad input does; without it there is nothing to recompute in these blocks.
+    _, found, todo = case.result.error.rpartition("; ")
+    return Step("", todo if found else "name the modules that forward calls with workload.blocks", own=False)
 
 
 def _finite(case: Case) -> Step:
@@ -150,18 +167,32 @@ def _quality_known(case: Case) -> Step:
 
 
 def _verify(case: Case) -> Step:
-    return Step("measure.verify=true", "compare with the baseline before measuring")
+    v = case.result.verification
+    if v is None:
+        return Step("measure.verify=true", "compare with the baseline before measuring")
+    if v.cause == "baseline_does_not_repeat":
+        return Step("", NO_REPEAT)
+    if v.cause == "random":
+        return Step("", f"it can be compared where all random numbers come from {GENERATORS}")
+    if v.cause == "does_not_fit":
+        return Step("", "verify a smaller model of the same kind, or on a device with more memory")
+    return Step(f"measure.verify_steps={2 * v.steps}", "after more steps more of the parameters have gradients")
+
+
+def _margin(case: Case) -> Step:
+    return Step("mode=measure", "run it: what is left is too little for what the prediction does not count")
 
 
 #: In the order in which they decide: the first that applies gives the next action.
 REASONS: dict[str, Reason] = {
     "not_equivalent": Reason("it does not compute what the baseline computes", _not_equivalent),
     "not_finite": Reason("its loss is not finite", _finite),
-    "bad_setting": Reason("this setting does not apply to the workload", _as_said),
+    "bad_setting": Reason("this setting does not apply here", _as_said),
     "crashed": Reason("its process died", _look),
     "failed": Reason("it ended with an error", _look),
     "quality_lost": Reason("its held-out loss is above the gate", _quality),
     "nothing_offloaded": Reason("offload was asked for and moved nothing", lambda c: offload_more(c.result)),
+    "nothing_recomputed": Reason("recomputation was asked for and nothing was computed again", _recompute_more),
     "out_of_memory": Reason("it ran out of device memory", _lighter, "memory"),
     "out_of_host_memory": Reason("it ran out of host memory", lambda c: offload_less(c.result)),
     "over_budget": Reason("it was predicted not to fit and was not run", _lighter, "memory"),
@@ -171,6 +202,7 @@ REASONS: dict[str, Reason] = {
     "timed_out": Reason("it took longer than allowed", _more_time),
     "repeat_failed": Reason("not all of its repeats came to their end", _repeat_again),
     "not_predictable": Reason("its peak cannot be predicted", _measure),
+    "uncertain": Reason("its prediction does not count everything", _margin),
     "memory_unknown": Reason("its peak is not known", _memory_pass),
     "throughput_unknown": Reason("its throughput is not known, so the floor cannot be checked", _throughput_known),
     "quality_unknown": Reason("its held-out loss is not known, so the gate cannot be checked", _quality_known),
@@ -183,6 +215,7 @@ REASONS: dict[str, Reason] = {
 #: Codes that say that too little is known, not that the budget is missed.
 ONLY_EVIDENCE = frozenset(
     (
+        "uncertain",
         "memory_unknown",
         "throughput_unknown",
         "quality_unknown",
@@ -200,6 +233,8 @@ NEVER = frozenset(("not_equivalent", "not_finite", "quality_lost", "crashed", "f
 #: How an error that stands for one reason begins in TrialResult.error.
 _BY_ERROR = {
     "NothingOffloaded": "nothing_offloaded",
+    "NothingRecomputed": "nothing_recomputed",
+    "NotOnDevice": "bad_setting",
     "CannotPredict": "not_predictable",
     "NotEquivalent": "not_equivalent",
     "BadInput": "bad_setting",

@@ -19,6 +19,7 @@ from sweep.report_words import (
     memory_shares,
     next_lines,
     operator_words,
+    premise_lines,
     reasons_words,
     says,
     sentence,
@@ -210,7 +211,8 @@ def saved(section: Section) -> Answer:
         _with_column(grid, "reserved MiB", "headroom MiB", [_of(r, "headroom_mib") for r in section.rows])
     elif any(r.reserved_mib is not None for r in section.rows):
         _with_column(grid, "peak MiB", "reserved MiB", [number(r.reserved_mib) for r in section.rows])
-    return Answer("What did it save?", [*blocks, grid])
+    premises = [Points([("", line) for line in lines])] if (lines := premise_lines(section)) else []
+    return Answer("What did it save?", [*blocks, grid, *premises])
 
 
 def _of(row: Row, name: str) -> str:

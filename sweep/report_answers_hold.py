@@ -128,5 +128,5 @@ def equality_words(section: Section) -> str:
     for row in checked:
         if row.verified_how:
             how.setdefault(row.verified_how, []).append(row.name)
-    words += "".join(f"; compared with {said}: {', '.join(names)}" for said, names in how.items())
+    words += "".join(f"; compared: {said}: {', '.join(names)}" for said, names in how.items())
     return words + (f"; not equal: {', '.join(bad)}" if bad else "")

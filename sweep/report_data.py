@@ -85,6 +85,8 @@ class Section:
             "fixed_id": c.fixed_id,
             "data_version": first.data_version,
             "parameters": first.parameters,
+            "block_patterns": first.block_patterns,
+            "block_share": first.block_share,
             "environment": first.environment,
         }
 

@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 
 from sweep.findings import Difference, Explanation, Quality, Trace, WhatIf
 from sweep.quality import curves
-from sweep.results import Decision, Evidence, Holder, Peak, Prediction, TrialResult
-from sweep.words import known
+from sweep.results import Decision, Evidence, Holder, Measurement, Peak, Prediction, TrialResult, Verification
+from sweep.words import count, known, mib, percent
+
+#: Held outputs are told from this share of the peak on.
+WORTH_A_LINE = 0.01
 
 
 @dataclass
@@ -31,6 +34,7 @@ class Predicted:
     error_ratio: float | None  # predicted over measured allocated peak, less one; None: nothing was measured
     evidence: str = Evidence.predicted.value
     what_if: list[WhatIf] = field(default_factory=list)  # changes of the workload, which are no candidates
+    caveats: list[str] = field(default_factory=list)  # what is not counted, or not known
 
     @classmethod
     def of(cls, p: Prediction, measured_mib: float | None) -> Predicted:
@@ -54,6 +58,7 @@ class Predicted:
             recompute_flops_ratio=p.recompute_flops_ratio,
             error_ratio=error,
             what_if=list(p.what_if),
+            caveats=list(p.caveats),
         )
 
 
@@ -86,7 +91,10 @@ class Row:
     grad_rel_err: float | None  # largest relative error of a parameter's gradient against the baseline's
     verified: bool | None
     tolerance: float | None  # largest relative error allowed
-    verified_how: str  # "" or what the check left out, such as "dropout off"
+    verified_how: str  # how the check was made, and what it left out; "" where that is not known
+    verified_steps: int | None
+    verified_share: float | None  # of the parameters, in which gradients were evidence
+    verified_status: str
     phases_ms: dict[str, float]
     to_host_mib: float | None  # moved in one optimizer step
     from_host_mib: float | None
@@ -104,6 +112,8 @@ class Row:
     folder: str
     mlflow_run_id: str | None
     predicted: Predicted | None
+    prediction_error: str  # why a trial that was measured has no prediction
+    premises: list[tuple[str, str]]  # what one has to know of its peak, and the number in it
 
     @classmethod
     def of(cls, result: TrialResult, decision: Decision, explanation: Explanation | None = None) -> Row:
@@ -135,7 +145,10 @@ class Row:
             grad_rel_err=known(v.grad_rel_err) if v else None,
             verified=v.passed if v else None,
             tolerance=v.tolerance if v else None,
-            verified_how=_verified_how(result),
+            verified_how=_verified_how(v),
+            verified_steps=v.steps if v else None,
+            verified_share=v.compared_share if v else None,
+            verified_status=v.status if v else "",
             phases_ms=dict(m.phases_ms) if m else {},
             to_host_mib=m.to_host_mib if m else None,
             from_host_mib=m.from_host_mib if m else None,
@@ -153,6 +166,8 @@ class Row:
             folder=result.folder,
             mlflow_run_id=result.mlflow_run_id,
             predicted=Predicted.of(p, measured_peak) if p is not None else None,
+            prediction_error=result.prediction_error,
+            premises=_premises(m if m is not None else p, decision.peak_mib),
         )
 
     @property
@@ -177,9 +192,32 @@ class Row:
         return self.saved_mib / (self.saved_mib + self.peak_mib)
 
 
-def _verified_how(result: TrialResult) -> str:
-    v = result.verification
+def _verified_how(v: Verification | None) -> str:
+    """`gradients in 100 % of the parameters over 2 steps, dropout off`"""
     if v is None:
         return ""
-    left_out = [f"dropout {v.dropout}"] if v.dropout != "on" else []
-    return ", ".join(left_out + ([v.scope] if v.scope != "full" else []))
+    said = []
+    if v.compared_share is not None:
+        said.append(f"gradients in {percent(v.compared_share)} of the parameters over {count(v.steps, 'step')}")
+    said += ["quickly"] if v.mode == "quick" else []
+    said += [f"dropout {v.dropout}"] if v.dropout != "on" else []
+    return ", ".join(said + ([v.scope] if v.scope != "full" else []))
+
+
+def _premises(source: Measurement | Prediction | None, peak_mib: float | None) -> list[tuple[str, str]]:
+    """What one has to know of a peak, and the number in it; what is equal for several trials is said once."""
+    if source is None:
+        return []
+    found = []
+    if source.shapes_differ and source.largest_step is not None:
+        found.append(("the batches differ in shape, the peak is that of the largest", f"step {source.largest_step}"))
+    if source.growth_mib_per_step > 0:
+        left = f"{mib(source.growth_mib_per_step)} per step"
+        found.append(("memory that every step leaves behind, so the peak goes on growing", left))
+    if source.evaluation_mib is not None and source.peak is not None and source.peak.phase == "evaluation":
+        found.append(("the peak lies in evaluation, not in training", mib(source.evaluation_mib)))
+    held = source.held_outputs_mib if isinstance(source, Prediction) else 0.0
+    if held >= WORTH_A_LINE * (peak_mib or 0.0) and held > 0:
+        what = "outputs at the peak that the loop holds until the step ends (workload.hold_outputs=false lets them go)"
+        found.append((what, mib(held)))
+    return found

@@ -21,6 +21,7 @@ from sweep.report_words import (
     memory_title,
     next_lines,
     prediction_lines,
+    premise_lines,
     reading_lines,
     reasons_words,
     says,
@@ -100,6 +101,8 @@ def _print_section(section: Section, out: Printer) -> None:
     out.table(trials_table(section, out.width, out.plain))
     for line in (["*: preferred."] if section.preferred is not None else []) + reading_lines(section):
         out.line(Text(line, style="dim"))
+    for line in premise_lines(section):
+        out.line(line)
     quality = quality_lines(section)
     if quality:
         out.line(f"Held-out loss against the baseline's: {'; '.join(quality)}.")
@@ -165,8 +168,10 @@ def single_line(result: TrialResult) -> str:
     elif p is not None:
         short = p.headroom_mib is not None and p.headroom_mib < 0
         room = "" if p.headroom_mib is None else f" by {mib(abs(p.headroom_mib))}"
-        fits = "fits" if p.fits else f"{'short' if short else 'does not fit'}"
+        fits = ("should fit" if p.caveats else "fits") if p.fits else f"{'short' if short else 'does not fit'}"
         parts += [f"allocated {mib(p.allocated_mib)}", f"reserved {mib(p.reserved_mib)}", f"{fits}{room}"]
+        if p.caveats and p.fits:
+            parts[-1] += f" ({'; '.join(p.caveats)})"
         if p.peak_phase:
             parts.append(f"peak in {p.peak_phase} {p.peak_operator}".rstrip())
     if d is not None:

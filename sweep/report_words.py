@@ -46,7 +46,7 @@ def reading_lines(section: Section) -> list[str]:
     """How the columns of the terminal's table are to be read."""
     if section.predicts:
         return [
-            "allocated, reserved: peaks. headroom: capacity less reserved and context.",
+            "allocated, reserved: peaks. headroom: capacity less reserved and context" + _unsure(section),
             "would move: to the host and back, per step. transfer: its theoretical time at the link's bandwidth.",
             "recompute: FLOPs computed again, over those of a step that recomputes nothing.",
         ]
@@ -57,11 +57,46 @@ def reading_lines(section: Section) -> list[str]:
     return lines + ([noisy] if noisy else []) + _error_notes(section)
 
 
+def premise_lines(section: Section) -> list[str]:
+    """What the peaks of a table rest on: what is not counted, whose peak it is, and what lies in the blocks."""
+    found: dict[str, dict[str, list[str]]] = {}
+    known = sum(r.predicted is not None or r.step_ms is not None for r in section.rows)
+    of = "" if section.predicts else ", of the predictions"
+    for row in section.rows:
+        caveats = row.predicted.caveats if row.predicted is not None else []
+        for what, value in [*((f"{caveat}{of}", "") for caveat in caveats), *row.premises]:
+            found.setdefault(what, {}).setdefault(value, []).append(row.name)
+    lines = []
+    for what, values in found.items():
+        everywhere = len(values) == 1 and len(next(iter(values.values()))) >= known
+        told = [
+            " ".join(w for w in (value, "" if everywhere else f"({', '.join(names)})") if w)
+            for value, names in values.items()
+        ]
+        lines.append(capital(f"{what}: {'; '.join(told)}".removesuffix(": ")) + ".")
+    return lines + blocks_line(section)
+
+
+def blocks_line(section: Section) -> list[str]:
+    """Which modules were taken as blocks, and what share of the baseline's activations lies in them."""
+    first = next((r for r in section.results if r.block_patterns), None)
+    if first is None:
+        return []
+    line = f"Blocks: {', '.join(first.block_patterns)}"
+    if first.block_share is None:
+        return [f"{line}."]
+    line += f", with {percent(first.block_share)} of the baseline's activations."
+    if first.block_share >= 0.5:
+        return [line]
+    return [f"WARNING: {line} What works on blocks leaves the larger part alone: name others with workload.blocks."]
+
+
 def table_notes(section: Section) -> list[str]:
     """The same for the tables of the whole report."""
     if section.predicts:
         return [
-            "peak, reserved: of allocated and of reserved bytes. headroom: capacity less reserved and context.",
+            "peak, reserved: of allocated and of reserved bytes. headroom: capacity less reserved and context"
+            + _unsure(section),
             "recompute: FLOPs computed again, over those of a step that recomputes nothing.",
             "would move: to the host and back, per step. transfer: its theoretical time at the link's bandwidth.",
         ]
@@ -81,6 +116,11 @@ def table_notes(section: Section) -> list[str]:
             "inside of the interval are not ruled out."
         )
     return lines + _error_notes(section)
+
+
+def _unsure(section: Section) -> str:
+    unsure = any(r.predicted is not None and r.predicted.caveats for r in section.rows)
+    return " (?: less what is not counted)." if unsure else "."
 
 
 def _step_note(section: Section) -> str:
@@ -107,7 +147,7 @@ def _error_notes(section: Section) -> list[str]:
     for row in verified:
         if row.verified_how:
             compared.setdefault(row.verified_how, []).append(row.name)
-    return lines + [f"Compared with {words}: {', '.join(names)}." for words, names in compared.items()]
+    return lines + [f"Compared: {words}: {', '.join(names)}." for words, names in compared.items()]
 
 
 def lasting_mib(row: Row) -> float:
@@ -189,7 +229,11 @@ def prediction_lines(section: Section) -> list[str]:
         if (row, p) not in measured:
             fits = "fits" if p.fits else "does not fit"
             lines.append(f"{row.name}: predicted {mib(p.allocated_mib)} ({fits}), not measured ({row.outcome})")
-    return lines
+    errors: dict[str, list[str]] = {}
+    for row in section.rows:
+        if row.prediction_error:
+            errors.setdefault(row.prediction_error, []).append(row.name)
+    return lines + [f"{', '.join(names)}: not predicted: {error}" for error, names in errors.items()]
 
 
 def prediction_summary(section: Section) -> str:

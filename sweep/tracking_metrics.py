@@ -84,6 +84,8 @@ def _verified(v: Verification) -> Iterator[tuple[str, float | None, int]]:
             "verify/buffer_rel_err": v.buffer_rel_err,
             "verify/rng_equal": v.rng_equal,
             "verify/bit_equal": v.bit_equal,
+            "verify/steps": v.steps,
+            "verify/compared_share": v.compared_share,
             "verify/updates": v.updates,
             "verify/updates_expected": v.updates_expected,
         }

@@ -129,6 +129,9 @@ def result_tags_of(result: TrialResult) -> dict[str, str]:
         scope = result.verification.scope
         tags |= {"verified": str(result.verification.passed).lower(), "verify_scope": scope}
         tags |= {"verify_reason": result.verification.reason} if result.verification.reason else {}
+        tags |= {"verify_status": result.verification.status, "verify_cause": result.verification.cause}
+    caveats = "; ".join(result.prediction.caveats) if result.prediction is not None else ""
+    tags |= {"prediction_error": result.prediction_error, "prediction_caveats": caveats}
     return _filled(tags | decision_tags_of(result)) | {"error": result.error}
 
 

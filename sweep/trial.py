@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from sweep.environment import environment
-from sweep.errors import BadInput, NotEquivalent, NothingOffloaded
+from sweep.errors import BadInput, NotEquivalent, NotOnDevice, SweepError
 from sweep.findings import Run, Trace
 from sweep.measure import Progress, Steps, measure, no_progress, repeat
 from sweep.measure_summary import evidence_of
@@ -37,10 +38,10 @@ from sweep.schema import (
     StrategyConf,
     plain,
 )
-from sweep.strategy import check_blocks, micro_batch_size
+from sweep.strategy import check_blocks, micro_batch_size, over_the_batch
 from sweep.strategy.checkpointing import MATMUL_AND_ATTENTION
 from sweep.verify import verify
-from sweep.what_if import what_if
+from sweep.what_if import has_bf16, what_if
 from sweep.workload import build_data, build_outline, find_blocks
 
 
@@ -57,7 +58,7 @@ def run_trial(config: Config, name: str, *, progress: Progress = no_progress, fi
         raise
     except Exception as error:
         result.outcome, result.error = outcome_of(error).value, one_line(error)
-        result.reason = "nothing_offloaded" if isinstance(error, NothingOffloaded) else ""
+        result.reason = error.reason if isinstance(error, SweepError) else ""
         result.details = traceback.format_exc()
     _give_back_memory()
     result.wall_s = time.perf_counter() - started
@@ -110,6 +111,7 @@ def _run(config: Config, result: TrialResult, progress: Progress, first_round: b
     result.blocks = len(find_blocks(outline, config.workload.blocks))
 
     if config.mode is Mode.predict:
+        check_known(config, outline)
         result.prediction = predict(config, data=data)
         result.prediction.what_if = what_if(config, data, result.prediction, at_peak_only=True)
         result.outcome = (Outcome.ok if result.prediction.fits else Outcome.over_budget).value
@@ -260,6 +262,21 @@ def check_trial(config: Config, seen: dict[str, Any]) -> None:
     if model_key not in seen:
         seen[model_key] = find_blocks(build_outline(w), w.blocks)
     check_blocks(config.strategy, seen[model_key])
+
+
+def check_known(config: Config, model: nn.Module) -> None:
+    """Raise for what is known of a trial without running it.
+
+    model: the workload's outline. Raises NotOnDevice for a number format that the device has not, NotEquivalent for
+    micro-batches of a model that computes over the whole batch.
+    """
+    w = config.workload
+    if w.dtype in (Dtype.bf16, Dtype.amp_bf16) and not has_bf16(config.device):
+        raise NotOnDevice(f"workload.dtype={w.dtype.name}: {config.device.name} has no bfloat16; use fp32 or amp_fp16")
+    if micro_batch_size(config.strategy, w.global_batch_size) < w.global_batch_size:
+        found = over_the_batch(model.train())  # as it is trained: what keeps its norms frozen says so itself
+        if found:
+            raise NotEquivalent(f"{found}, so micro-batches would not be equivalent", "batch_statistics")
 
 
 def _check_dtype(dtype: Dtype, device: torch.device) -> None:

@@ -21,7 +21,7 @@ from sweep.findings import WhatIf
 from sweep.memory.device import resolve_device
 from sweep.predict import predict
 from sweep.results import Category, Peak, Phase, Prediction
-from sweep.schema import Attention, Config, Dtype, Implementation, OptimizerName, WorkloadConf
+from sweep.schema import Attention, Config, DeviceConf, Dtype, Implementation, OptimizerName, WorkloadConf
 from sweep.strategy import micro_batch_size
 from sweep.words import mib
 from sweep.workload import DataSource
@@ -194,7 +194,7 @@ def _fused_attention(config: Config) -> Iterator[_Change]:
 def _autocast(config: Config) -> Iterator[_Change]:
     if config.workload.dtype is not Dtype.fp32:
         return
-    dtype = Dtype.amp_bf16 if _has_bf16(config) else Dtype.amp_fp16
+    dtype = Dtype.amp_bf16 if has_bf16(config.device) else Dtype.amp_fp16
     yield _Change(
         f"workload.dtype={dtype.name}",
         "forward and loss under autocast: activations in 16 bits, parameters and their updates stay in 32",
@@ -204,7 +204,7 @@ def _autocast(config: Config) -> Iterator[_Change]:
 
 
 def _half_parameters(config: Config) -> Iterator[_Change]:
-    if config.workload.dtype not in (Dtype.fp32, Dtype.amp_bf16) or not _has_bf16(config):
+    if config.workload.dtype not in (Dtype.fp32, Dtype.amp_bf16) or not has_bf16(config.device):
         return
     yield _Change(
         "workload.dtype=bf16",
@@ -215,9 +215,9 @@ def _half_parameters(config: Config) -> Iterator[_Change]:
     )
 
 
-def _has_bf16(config: Config) -> bool:
+def has_bf16(conf: DeviceConf) -> bool:
     """bfloat16 in hardware: from compute capability 8.0 on; a CPU computes it, however slowly."""
-    device = resolve_device(config.device)
+    device = resolve_device(conf)
     if device.type != "cuda" or device.compute_capability is None:
         return device.type != "cuda"
     return int(str(device.compute_capability).split(".")[0]) >= 8

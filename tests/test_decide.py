@@ -122,12 +122,58 @@ TABLE: list[tuple[str, TrialResult, TrialResult | None, dict[str, Any], str, str
         trial(
             "micro_batch",
             outcome="invalid",
-            verification=verified(0.3, passed=False, reason="bn1.running_mean differs: it depends on the whole batch"),
+            verification=verified(0.3, passed=False, cause="batch_statistics", where="bn1 (BatchNorm2d)"),
         ),
         BASE,
         {},
         "reject",
-        "strategy=checkpoint",
+        "strategy=checkpoint (bn1 (BatchNorm2d) computes over all samples",
+    ),
+    (
+        "not_equivalent",
+        trial("micro_batch", outcome="invalid", reason="batch_statistics", error="NotEquivalent: norm (BatchNorm1d)"),
+        BASE,
+        {},
+        "reject",
+        "GroupNorm",
+    ),
+    (
+        "not_equivalent",
+        trial(
+            "micro_batch",
+            outcome="invalid",
+            verification=verified(0.3, passed=False, cause="loss_is_no_mean_over_samples"),
+        ),
+        BASE,
+        {},
+        "reject",
+        "give it `count(batch)`",
+    ),
+    (
+        "not_equivalent",
+        trial("checkpoint", outcome="invalid", verification=verified(0.3, passed=False, cause="state", where="memory")),
+        BASE,
+        {},
+        "reject",
+        "forward changes memory",
+    ),
+    (
+        "not_equivalent",
+        trial("checkpoint", outcome="invalid", verification=verified(0.3, passed=False, cause="random")),
+        BASE,
+        {},
+        "reject",
+        "numpy's global generator",
+    ),
+    (
+        "not_equivalent",
+        trial(
+            "checkpoint", outcome="invalid", verification=verified(0.3, passed=False, cause="baseline_does_not_repeat")
+        ),
+        BASE,
+        {},
+        "reject",
+        "not the strategy's fault",
     ),
     (
         "not_equivalent",
@@ -135,15 +181,15 @@ TABLE: list[tuple[str, TrialResult, TrialResult | None, dict[str, Any], str, str
         BASE,
         {},
         "reject",
-        "a forward changes",
+        "not known",
     ),
     (
         "not_equivalent",
-        trial("offload", outcome="invalid", error="NotEquivalent: grads"),
+        trial("offload", outcome="invalid", verification=verified(0.3, passed=False, grad_worst="head.weight")),
         BASE,
         {},
         "reject",
-        "in place",
+        "begin at head.weight",
     ),
     (
         "not_equivalent",
@@ -210,6 +256,41 @@ TABLE: list[tuple[str, TrialResult, TrialResult | None, dict[str, Any], str, str
         "min_tensor_kib=0",
     ),
     (
+        "nothing_recomputed",
+        trial("checkpoint", outcome="invalid", error="NothingRecomputed: layers.0 was not called; name others"),
+        BASE,
+        {},
+        "reject",
+        "name others",
+    ),
+    (
+        "uncertain",
+        changed(PREDICTED, prediction=prediction(150.0, capacity_mib=570.0, caveats=["not counted: workspaces"])),
+        PREDICTED_BASE,
+        {},
+        "tune",
+        "mode=measure",
+    ),
+    (
+        "not_verified",
+        changed(CHECKPOINT, verification=verified(passed=False, status="not_verified", steps=3)),
+        BASE,
+        {},
+        "tune",
+        "measure.verify_steps=6",
+    ),
+    (
+        "not_verified",
+        changed(
+            CHECKPOINT,
+            verification=verified(passed=False, status="not_comparable", cause="baseline_does_not_repeat"),
+        ),
+        BASE,
+        {},
+        "tune",
+        "the baseline does not repeat itself",
+    ),
+    (
         "not_predictable",
         trial("checkpoint", outcome="invalid", mode="predict", evidence="predicted", error="CannotPredict: nonzero"),
         PREDICTED_BASE,
@@ -250,6 +331,27 @@ def test_each_reason_gives_its_verdict_and_names_what_to_type(
     assert decision.verdict == verdict
     assert action in decision.next_action
     assert decision.why
+
+
+def test_what_a_prediction_does_not_count_makes_it_less_sure_and_is_said() -> None:
+    sure = prediction(150.0, capacity_mib=16000.0)
+    unsure = dataclasses.replace(sure, caveats=["not counted: workspaces"])
+    decision = judged(changed(PREDICTED, prediction=unsure), PREDICTED_BASE)
+    assert (decision.verdict, decision.reasons) == ("accept", ["uncertain"])
+    assert "not counted: workspaces" in decision.why
+    assert judged(changed(PREDICTED, prediction=sure), PREDICTED_BASE).reasons == []
+    near = judged(changed(PREDICTED, prediction=unsure), PREDICTED_BASE, memory_mib=151)
+    assert (near.verdict, near.reasons) == ("tune", ["uncertain"])
+    comparison = conclude([PREDICTED_BASE, changed(PREDICTED, prediction=unsure)], BudgetConf(memory_mib=200), None)
+    assert comparison.preferred == "checkpoint"
+    assert "less sure" in comparison.why
+
+
+def test_a_verdict_says_in_how_much_of_the_model_gradients_were_compared() -> None:
+    compared = changed(CHECKPOINT, verification=verified(status="equal", compared_share=1.0, steps=2))
+    words = "gradients equal in 100 % of the parameters over 2 steps"
+    assert words in judged(compared, BASE).why
+    assert words in conclude([BASE, compared], BudgetConf(memory_mib=200), None).why
 
 
 def test_the_table_covers_every_code() -> None:

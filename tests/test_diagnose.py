@@ -163,7 +163,7 @@ def test_models_without_blocks_and_with_batch_norm_say_why_rows_do_not_apply() -
     assert refused[MICRO] == ""
     found = diagnose(replace(config("convnet"), mode=Mode.diagnose))
     micro = next(s for s in facts_of(found).extremes if s.direction == MICRO)
-    assert "BatchNorm2d takes statistics over the whole batch" in micro.why_not
+    assert "(BatchNorm2d) takes statistics over the whole batch" in micro.why_not
     assert not next(a for a in found.order if a.row == "micro_batch").applies
 
 

@@ -30,6 +30,7 @@ from sweep.report import (
     write_report,
 )
 from sweep.report_data import Report, build
+from sweep.report_html import html
 from sweep.report_words import largest_line, memory_row, memory_shares, mlflow_line
 from sweep.results import Holder, Peak, TrialResult, to_dict, write_json
 from sweep.schema import BudgetConf, MinEvidence, plain
@@ -285,8 +286,57 @@ def test_how_a_trial_was_verified_is_told(tmp_path: Path) -> None:
     results[1].verification = verified(dropout="off")
     results[2].verification = verified(scope="4 of 24 blocks, batch 2")
     text = printed(build(results, BudgetConf(), None, tmp_path))
-    assert "Compared with dropout off: micro_batch." in text
-    assert "Compared with 4 of 24 blocks, batch 2: checkpoint." in text
+    assert "Compared: dropout off: micro_batch." in text
+    assert "Compared: 4 of 24 blocks, batch 2: checkpoint." in text
+
+
+def test_in_how_much_of_the_parameters_gradients_were_compared_is_told(tmp_path: Path) -> None:
+    results = sweep_of_six()
+    for r in results[1:]:
+        r.verification = verified(compared_share=1.0, steps=2, status="equal")
+    results[4].verification = verified(compared_share=0.93, steps=4, dropout="off")
+    report = build(results, BudgetConf(), None, tmp_path)
+    for text in (printed(report), markdown(report)):
+        assert "ompared: gradients in 100 % of the parameters over 2 steps: micro_batch, checkpoint, " in text
+        assert "ompared: gradients in 93 % of the parameters over 4 steps, dropout off: offload" in text
+
+
+def test_what_peaks_rest_on_is_told_once_below_the_table_in_every_form(tmp_path: Path) -> None:
+    results = predicted_sweep()
+    for r, held in zip(results, (400.0, 100.0, 400.0, 400.0, 400.0, 400.0)):
+        assert r.prediction is not None and r.prediction.peak is not None
+        r.prediction.caveats = ["not counted: workspaces"]
+        r.prediction.held_outputs_mib = held
+        r.block_patterns, r.block_share = ["encoder.layers.*", "decoder.layers.*"], 0.31
+    first, second = results[0].prediction, results[1].prediction
+    assert first is not None and second is not None and second.peak is not None
+    first.shapes_differ, first.largest_step, first.growth_mib_per_step = True, 3, 2.5
+    second.evaluation_mib, second.peak.phase = 77.0, "evaluation"
+    report = build(results, BudgetConf(), 9000.0, tmp_path)
+    section = report.sections[0]
+    unbroken = " ".join(printed(report, 300).split())
+    for text in (unbroken, markdown(report).replace("\\", ""), html(report)):
+        assert text.count("Not counted: workspaces.") == 1
+        assert "step 3 (baseline)" in text
+        assert "2.5 MiB per step (baseline)" in text
+        assert "evaluation, not in training: 77.0 MiB (micro_batch)" in text
+        assert "100.0 MiB (micro_batch)" in text
+        assert "encoder.layers." in text and "31 % of the baseline" in text and "WARNING" in text
+    assert section.data()["block_share"] == 0.31
+    assert "should fit" in single_line(results[0]) and "not counted: workspaces" in single_line(results[0])
+    # Of measured trials they are the predictions' alone.
+    measured = sweep_of_six("measured")
+    measured[1].prediction = prediction(120.0, caveats=["not counted: workspaces"])
+    assert "Not counted: workspaces, of the predictions" in printed(build(measured, BudgetConf(), None, tmp_path))
+
+
+def test_why_a_measured_trial_has_no_prediction_is_told(tmp_path: Path) -> None:
+    results = sweep_of_six("measured")
+    results[1].prediction = prediction(120.0)
+    results[2].prediction_error = results[3].prediction_error = "CannotPredict: reads a value"
+    report = build(results, BudgetConf(), None, tmp_path)
+    for text in (printed(report, 200), markdown(report), html(report)):
+        assert "checkpoint, checkpoint_selective: not predicted: CannotPredict: reads a value" in text.replace("\\", "")
 
 
 def test_a_step_time_that_varies_much_is_called_noisy(tmp_path: Path) -> None:

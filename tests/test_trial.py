@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+from sweep.decide import decide
+from sweep.errors import NotEquivalent
+from sweep.memory.device import load_profile
 from sweep.schema import (
     CheckpointConf,
     Config,
     DeviceConf,
+    Dtype,
     Granularity,
     Mode,
     OffloadConf,
@@ -21,7 +27,7 @@ from sweep.schema import (
 )
 from sweep.session import Session
 from sweep.session_state import State, now
-from sweep.trial import fixed_id, is_baseline, strategy_id
+from sweep.trial import check_known, fixed_id, is_baseline, run_trial, strategy_id
 from tests.small_workloads import config
 
 BLOCKS, SELECTIVE, SEGMENTS = Granularity.blocks, Granularity.selective, Granularity.segments
@@ -124,6 +130,65 @@ def test_what_is_compared_has_equal_workloads_devices_and_measures_whatever_they
     ]
     assert len({fixed_id(c) for c in same}) == 1
     assert len({fixed_id(c) for c in [small, *other]}) == 1 + len(other)
+
+
+class InEvaluation(nn.BatchNorm2d):
+    """Kept in evaluation mode, as by those who train with few samples."""
+
+    def train(self, mode: bool = True) -> InEvaluation:
+        return super().train(False)
+
+
+class FrozenBatchNorm2d(nn.BatchNorm2d):
+    """Computes with its buffers alone, whatever its mode."""
+
+
+@pytest.mark.parametrize(
+    ("norm", "found"),
+    [
+        (nn.BatchNorm1d(4), True),
+        (nn.SyncBatchNorm(4), True),
+        (nn.LazyBatchNorm2d(), True),
+        (nn.BatchNorm2d(4).eval(), True),  # training switches it on again
+        (InEvaluation(4), False),
+        (InEvaluation(4, track_running_stats=False), True),
+        (FrozenBatchNorm2d(4), False),
+        (nn.InstanceNorm2d(4), False),
+        (nn.InstanceNorm2d(4, track_running_stats=True), True),
+        (nn.GroupNorm(2, 4), False),
+    ],
+    ids=lambda v: type(v).__name__ if isinstance(v, nn.Module) else None,
+)
+def test_micro_batches_are_refused_without_running_where_a_norm_needs_the_whole_batch(
+    small: Config, norm: nn.Module, found: bool
+) -> None:
+    small.strategy = StrategyConf(name="micro_batch", micro_batch_size=2)
+    model = nn.Sequential(nn.Linear(4, 4), norm)
+    with pytest.raises(NotEquivalent, match=r"^1 \(") if found else nullcontext():
+        check_known(small, model)
+    check_known(replace(small, strategy=checkpoint()), model)
+
+
+def test_a_prediction_never_accepts_what_is_known_to_be_wrong(small: Config) -> None:
+    images = replace(config("convnet", "micro_batch"), mode=Mode.predict, device=small.device)
+    refused = run_trial(images, "micro_batch")
+    assert (refused.outcome, refused.reason) == ("invalid", "batch_statistics")
+    assert "stem.1 (BatchNorm2d)" in refused.error
+    decision = decide(refused, None, images.budget, None)
+    assert (decision.verdict, decision.reasons) == ("reject", ["not_equivalent"])
+
+
+def test_a_number_format_that_a_card_has_not_ends_its_trial_and_no_other(small: Config) -> None:
+    small.mode, small.workload = Mode.predict, replace(small.workload, dtype=Dtype.amp_bf16)
+    old, new = (run_trial(replace(small, device=load_profile(card)), card) for card in ("t4", "a100_80gb"))
+    assert (old.outcome, new.outcome) == ("invalid", "ok")
+    assert old.error.startswith("NotOnDevice: workload.dtype=amp_bf16: t4 has no bfloat16; use ")
+    decision = decide(old, None, small.budget, None)
+    assert (decision.verdict, decision.reasons, decision.next_action) == (
+        "reject",
+        ["bad_setting"],
+        "use fp32 or amp_fp16",
+    )
 
 
 def test_what_several_jobs_ask_for_is_computed_once_and_judged_by_the_budget_of_each(

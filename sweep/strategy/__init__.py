@@ -18,12 +18,12 @@ from sweep.errors import NothingOffloaded
 from sweep.schema import OffloadImplementation, Placement, StrategyConf
 from sweep.step import Phases
 from sweep.strategy import checkpointing, offload
-from sweep.strategy.accumulation import accumulation_steps, micro_batch_size
+from sweep.strategy.accumulation import accumulation_steps, micro_batch_size, over_the_batch
 from sweep.strategy.offload import Moved
 from sweep.strategy.save_on_cpu import SaveOnCpu
 from sweep.workload import Block
 
-__all__ = ["Applied", "accumulation_steps", "applied", "check_blocks", "micro_batch_size"]
+__all__ = ["Applied", "accumulation_steps", "applied", "check_blocks", "micro_batch_size", "over_the_batch"]
 
 
 @dataclass
