@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import time
 
+import torch
+
 from sweep.errors import CannotPredict
 from sweep.memory.allocator import CachingAllocator, make_allocator
 from sweep.memory.blocks import AllocatorOptions
@@ -62,9 +64,12 @@ def predict(
     run = HollowRun(config, device, on_cuda)
     try:
         run.go(data, steps, what, eval_batches)
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
         if "Cannot access data pointer" in str(error):
             raise CannotPredict("the model hands a tensor's memory to other code (such as numpy)") from error
+        if ("CUDA" in str(error) or "accelerator" in str(error)) and not isinstance(error, torch.OutOfMemoryError):
+            asks = "the model asks for CUDA in a way that has no answer here" if on_cuda else "the model asks for CUDA"
+            raise CannotPredict(f"{asks}: {str(error).splitlines()[0].split('. ')[0]}") from error
         raise
     prediction = _on_cuda(run, device, allocator) if on_cuda else _on_cpu(run, device)
     prediction.seconds = time.perf_counter() - started
@@ -100,6 +105,7 @@ def _on_cuda(run: HollowRun, device: DeviceConf, options: AllocatorOptions) -> P
     prediction.headroom_mib = None if capacity is None else capacity / MIB - prediction.reserved_mib
     prediction.context_mib = device.context_mib or 0.0
     prediction.emulations = list(NAMES)
+    prediction.caveats += run.answers.caveats if run.answers is not None else []
     prediction.caveats += caveats_of(op.name for op in run.ledger.operators)
     unread = environment_alloc_conf()[1]
     if unread:

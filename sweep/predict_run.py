@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from sweep.errors import CannotPredict
 from sweep.memory.device import cublas_workspace_kept, cublas_workspace_mib
 from sweep.memory.emulate import CublasWorkspaces, cuda_workspaces, emulated_cuda
+from sweep.memory.emulate_device import CudaAnswers
 from sweep.memory.hollow import CPU, hollow
 from sweep.memory.hollow_ledger import HollowLedger
 from sweep.results import MIB, Phase
@@ -62,6 +63,7 @@ class HollowRun:
         )
         if cublas is not None:
             cublas.ledger = self.ledger
+        self.answers = CudaAnswers(device, self.capability, self.ledger) if on_cuda else None
         self.mark = 0  # where in the ledger's log the last step begins
         self.first_peak = 0  # bytes, of the first step
         self.to_host = self.from_host = 0  # bytes, of the last step as it was run
@@ -81,12 +83,15 @@ class HollowRun:
         batches = [_hollow_batch(workload, step) for step in range(steps)]
         with ExitStack() as stack:
             if self.on_cuda:
-                stack.enter_context(emulated_cuda(self.capability))
+                stack.enter_context(emulated_cuda(self.capability, self.answers))
                 stack.enter_context(_held_sources())
-            workload = _fresh_optimizer(workload)
+            workload = dataclasses.replace(workload, device=CPU if self.answers is None else self.answers.device)
+            with ledger:  # some optimizers make their state at once
+                workload = _fresh_optimizer(workload)
             strategy = stack.enter_context(
                 applied(
-                    self.config.strategy, workload.model, workload.blocks, conf.global_batch_size, phases, CPU,
+                    self.config.strategy, workload.model, workload.blocks, conf.global_batch_size, phases,
+                    workload.device,
                     workload.loss_state,
                 )
             )
@@ -182,7 +187,7 @@ def _hollow_workload(conf: WorkloadConf, data: DataSource) -> Workload:
 def _fresh_optimizer(workload: Workload) -> Workload:
     """The workload with optimizer, scheduler and scaler as they are before the first step."""
     optimizer = build_optimizer(workload.conf, *(m for _, m in workload.modules_with_state()))
-    scaler = None if workload.scaler is None else torch.amp.GradScaler("cpu")
+    scaler = None if workload.scaler is None else torch.amp.GradScaler(workload.device.type)
     return dataclasses.replace(
         workload, optimizer=optimizer, scheduler=build_scheduler(workload.conf, optimizer), scaler=scaler
     )

@@ -231,3 +231,31 @@ _shared_proxies = ProxyLoss()
 
 def loss_with_global(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return _shared_proxies(model, batch)
+
+
+class AsksForTheDevice(nn.Module):
+    """Takes a fused path where it is on CUDA. `asks`: how it finds out; "yes" and "no": without asking."""
+
+    def __init__(self, asks: str, width: int = 16) -> None:
+        super().__init__()
+        self.asks = asks
+        self.embed = nn.Embedding(32, width)
+        self.layers = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(3))
+        self.head = nn.Linear(width, 32)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)[:, None]
+        fused = {
+            "is_cuda": lambda: x.is_cuda,
+            "type": lambda: x.device.type == "cuda",
+            "available": torch.cuda.is_available,
+            "weight": lambda: str(self.head.weight.device).startswith("cuda"),
+            "synchronize": lambda: torch.cuda.synchronize() is None,
+            "yes": lambda: True,
+            "no": lambda: False,
+        }[self.asks]()
+        for layer in self.layers:
+            q, k, v = layer(x).chunk(3, -1)
+            a = F.scaled_dot_product_attention(q, k, v) if fused else (q @ k.mT).softmax(-1) @ v
+            x = x + a
+        return self.head(x[:, 0])

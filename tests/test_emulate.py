@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch import zeros as zeros_by_name
 
 from sweep.errors import CannotPredict
-from sweep.memory.device import cublas_workspace_mib
+from sweep.memory.device import cublas_workspace_mib, load_profile
 from sweep.memory.emulate import CublasWorkspaces, cuda_workspaces, emulated_cuda
 from sweep.memory.emulate_attention import Backend, choose
+from sweep.memory.emulate_device import CudaAnswers
 from sweep.memory.emulate_kernels import caveats_of
 from sweep.memory.hollow import hollow
 from sweep.memory.hollow_ledger import HollowLedger
 from sweep.memory.ledger import Event
-from sweep.results import MIB, Phase
-from sweep.schema import DeviceConf
+from sweep.predict import predict
+from sweep.results import MIB, Phase, Prediction
+from sweep.schema import DeviceConf, plain, typed
 from sweep.step import Phases
 
 ADA, AMPERE, HOPPER, BLACKWELL, TURING, BLACKWELL_CONSUMER = (8, 9), (8, 0), (9, 0), (10, 0), (7, 5), (12, 0)
@@ -390,3 +395,169 @@ def test_nothing_is_left_behind() -> None:
     x = torch.ones(4, 8, requires_grad=True)
     F.dropout(F.rms_norm(x, (8,)), 0.5).sum().backward()
     assert x.grad is not None
+
+
+# -- code that asks for the device ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def told() -> Iterator[HollowLedger]:
+    """A ledger inside of an emulated A100 that answers as one."""
+    ledger, card = ledger_for(AMPERE), load_profile("a100_80gb")
+    with emulated_cuda(AMPERE, CudaAnswers(card, AMPERE, ledger)), ledger:
+        yield ledger
+
+
+def on_the_device(*shape: int) -> Tensor:
+    return torch.empty(shape, device="cuda")
+
+
+MADE_ON_THE_DEVICE: dict[str, Callable[[Tensor], Tensor]] = {
+    "an operator": lambda x: x + 1,
+    "a view": lambda x: x[0],
+    "detach": lambda x: x.detach(),
+    "device=x.device": lambda x: torch.zeros(3, device=x.device),
+    "device by name": lambda x: torch.rand(3, device="cuda:0"),
+    "device by number": lambda x: torch.arange(3, device=0),
+    "imported by name": lambda x: zeros_by_name(3, device="cuda"),
+    "a list": lambda x: torch.tensor([1.0, 2.0], device="cuda"),
+    "numpy": lambda x: torch.from_numpy(np.ones(3)).to(x.device),
+    "as_tensor of numpy": lambda x: torch.as_tensor(np.ones(3), device=x.device),
+    "cuda()": lambda x: torch.zeros(3).cuda(),
+    "to(tensor)": lambda x: torch.tensor(2.0).to(x),
+    "like it": lambda x: torch.ones_like(x),
+    "new_zeros": lambda x: x.new_zeros(3),
+    "new_tensor": lambda x: x.new_tensor([1.0]),
+    "a host scalar beside": lambda x: torch.tensor(2.0) * x,
+    "back again": lambda x: x.cpu().to("cuda", torch.float16, non_blocking=True),
+    "a module": lambda x: nn.Linear(3, 3).to(x.device).weight,
+}
+MADE_ON_THE_HOST: dict[str, Callable[[Tensor], Tensor]] = {
+    "no device": lambda x: torch.zeros(3),
+    "the CPU by name": lambda x: torch.ones(3, device="cpu"),
+    "a list": lambda x: torch.tensor([1.0, 2.0]),
+    "numpy": lambda x: torch.from_numpy(np.ones(3)),
+    "cpu()": lambda x: x.cpu(),
+    "to('cpu')": lambda x: x.to("cpu"),
+    "an operator there": lambda x: torch.arange(3) + torch.zeros(3),
+}
+
+
+@pytest.mark.parametrize("name", MADE_ON_THE_DEVICE)
+def test_tensors_of_the_device_say_so_and_count(told: HollowLedger, name: str) -> None:
+    x = on_the_device(64, 64)
+    made = MADE_ON_THE_DEVICE[name](x)
+    assert made.is_cuda and not made.is_cpu and made.device == torch.device("cuda", 0) and made.get_device() == 0
+    before, shared = told.in_use_bytes, made.untyped_storage()._cdata == x.untyped_storage()._cdata
+    untracked = isinstance(made, nn.Parameter)
+    del made
+    assert shared or untracked or told.in_use_bytes < before
+
+
+@pytest.mark.parametrize("name", MADE_ON_THE_HOST)
+def test_tensors_of_the_host_say_so_and_do_not_count(told: HollowLedger, name: str) -> None:
+    x = on_the_device(64, 64)
+    before = told.in_use_bytes
+    made = MADE_ON_THE_HOST[name](x)
+    assert made.is_cpu and not made.is_cuda and made.device == torch.device("cpu") and made.get_device() == -1
+    assert told.in_use_bytes == before
+
+
+def test_values_survive_the_way_to_the_device_and_back(told: HollowLedger) -> None:
+    assert torch.tensor([1, 2, 3], device="cuda").cpu().tolist() == [1, 2, 3]
+    assert int(torch.arange(4, device="cuda").sum()) == 6
+
+
+def test_gradients_go_the_way_back_of_a_copy_to_the_host(told: HollowLedger) -> None:
+    x = on_the_device(64, 64).requires_grad_()
+    y = x.cpu()
+    assert y.is_cpu and y.requires_grad
+    (y * 2).to(x.device).sum().backward()
+    assert x.grad is not None and x.grad.is_cuda
+
+
+def test_saved_tensors_on_the_host_are_off_the_device(told: HollowLedger) -> None:
+    def kept(pin: bool | None) -> int:
+        x = on_the_device(256, 256).requires_grad_()
+        before = told.in_use_bytes
+        with torch.autograd.graph.save_on_cpu(pin) if pin is not None else contextlib.nullcontext():
+            y = (x * x).sin().sum()
+        grown = told.in_use_bytes - before
+        y.backward()
+        assert x.grad is not None and x.grad.is_cuda
+        return grown
+
+    assert kept(None) == size(256 * 256) + 512
+    assert kept(False) == kept(True) == 512  # the sum alone
+
+
+def test_torch_cuda_answers_as_the_card(told: HollowLedger) -> None:
+    cuda = torch.cuda
+    assert cuda.is_available() and cuda.device_count() == 1 and cuda.current_device() == 0
+    assert cuda.get_device_capability() == (8, 0) and "A100" in cuda.get_device_name()
+    assert cuda.is_bf16_supported(including_emulation=False) and cuda.get_device_properties(0).major == 8
+    x = on_the_device(1000, 1000)
+    assert cuda.memory_allocated() == told.in_use_bytes >= x.nbytes
+    assert cuda.mem_get_info()[1] == round(load_profile("a100_80gb").capacity_mib * MIB)
+    side = cuda.Stream()
+    side.wait_stream(cuda.current_stream())
+    with cuda.stream(side), cuda.nvtx.range("copy"):
+        x.record_stream(side)
+        cuda.Event(enable_timing=True).record()
+    cuda.synchronize()
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+    with torch.device("cuda"):
+        assert torch.zeros(3).is_cuda
+    with pytest.raises(CannotPredict, match=r"torch\.cuda\.memory_summary"):
+        cuda.memory_summary()
+
+
+def test_a_models_own_autocast_for_cuda_takes_effect(told: HollowLedger) -> None:
+    linear, x = nn.Linear(8, 8).to("cuda"), on_the_device(4, 8)
+    with torch.autocast("cuda"):
+        assert torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") is F16
+        assert linear(x).dtype is F16 and torch.softmax(linear(x), -1).dtype is F32
+        with torch.autocast("cuda", enabled=False):
+            assert linear(x).dtype is F32
+    with torch.autocast(x.device.type, dtype=BF16):
+        assert linear(x).dtype is BF16
+    assert not torch.is_autocast_enabled("cuda") and linear(x).dtype is F32
+
+
+def test_a_device_that_was_told_of_is_forgotten_afterwards() -> None:
+    owners = (Tensor, torch, torch.cuda, torch.cuda.nvtx, torch.accelerator, torch._C)
+    before = [dict(vars(owner)) for owner in owners]
+    dtype = torch.get_autocast_dtype("cpu")
+    ledger = ledger_for(AMPERE)
+    answers = CudaAnswers(load_profile("a100_80gb"), AMPERE, ledger)
+    with pytest.raises(ZeroDivisionError), emulated_cuda(AMPERE, answers), ledger:
+        torch.zeros(3, device="cuda")
+        raise ZeroDivisionError
+    assert [dict(vars(owner)) for owner in owners] == before
+    assert torch.get_autocast_dtype("cpu") is dtype and not ledger.sides
+    assert torch.zeros(3).device.type == "cpu" and not torch.zeros(3).is_cuda
+
+
+def predicted_for(device: str, asks: str) -> Prediction:
+    tokens = {"_target_": "sweep.workload.data.RandomTokens", "vocab_size": 32, "seq_len": 64}
+    model = {"_target_": "small_models.AsksForTheDevice", "asks": asks}
+    workload = {"name": "asks", "model": model, "data": tokens, "global_batch_size": 64}
+    card = plain(load_profile(device))
+    return predict(typed({"workload": workload, "strategy": {"name": "baseline"}, "device": card, "mode": "predict"}))
+
+
+def test_a_model_takes_the_branch_of_the_device_that_is_predicted_for() -> None:
+    fused, plain = (predicted_for("a100_80gb", asks).peak.mib for asks in ("yes", "no"))
+    assert fused < plain - 1
+    for asks in ("is_cuda", "type", "available", "weight", "synchronize"):
+        assert predicted_for("a100_80gb", asks).peak.mib == fused, asks
+    for asks in ("is_cuda", "type", "weight"):
+        assert predicted_for("cpu", asks).peak.mib == predicted_for("cpu", "no").peak.mib, asks
+
+
+def test_a_model_that_needs_cuda_is_refused_on_a_cpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("torch.cuda works here")
+    with pytest.raises(CannotPredict, match="the model asks for CUDA: Torch not compiled with CUDA enabled"):
+        predicted_for("cpu", "synchronize")

@@ -13,6 +13,7 @@ Each emulation is one named thing with its source, and none is fitted to measure
 - scalars made from Python's numbers, such as an optimizer's step counters, live on the host
 - cuBLAS: one workspace per thread that multiplies matrices, forward's and autograd's (CublasHandlePool.cpp)
 - kernels that take memory inside of one operator (`emulate_kernels`)
+- answers to code that asks for the device, and which tensors are on it (`emulate_device`)
 
 Not emulated, since it is not documented or depends on the library's own choice at run time: what is listed as UNCOUNTED
 in `emulate_kernels` and said of each prediction in which it ran, and the partial sums of large reductions (at most a
@@ -35,6 +36,7 @@ from sweep.errors import CannotPredict
 from sweep.memory.emulate_attention import WORKSPACES as ATTENTION_WORKSPACES
 from sweep.memory.emulate_attention import CudaAttention, flash_forward_workspace
 from sweep.memory.emulate_autocast import CudaAutocast
+from sweep.memory.emulate_device import CudaAnswers
 from sweep.memory.emulate_kernels import GEMM, REFUSED
 from sweep.memory.emulate_kernels import WORKSPACES as KERNEL_WORKSPACES
 from sweep.memory.ledger import Ledger
@@ -51,6 +53,7 @@ NAMES = (
     "scalars from Python on the host",
     "cuBLAS: a workspace per thread",
     "kernels: memory inside of an operator",
+    "code that asks for the device",
 )
 
 
@@ -99,8 +102,8 @@ def cuda_workspaces(
 
 
 @contextmanager
-def emulated_cuda(capability: tuple[int, int]) -> Iterator[None]:
-    """CPU operators behave as CUDA's do for memory, inside."""
+def emulated_cuda(capability: tuple[int, int], answers: CudaAnswers | None = None) -> Iterator[None]:
+    """CPU operators behave as CUDA's do for memory, inside. With `answers`, who asks for the device is told of CUDA."""
     library = torch.library.Library("aten", "IMPL")
     try:
         with ExitStack() as stack, warnings.catch_warnings():
@@ -114,6 +117,8 @@ def emulated_cuda(capability: tuple[int, int]) -> Iterator[None]:
                 library.impl(name, _refusal(name, why), "AutogradCPU", allow_override=True)
             stack.enter_context(CudaAutocast().installed(library))
             stack.enter_context(_foreach_by_default())
+            if answers is not None:
+                stack.enter_context(answers.installed())
             yield
     finally:
         library._destroy()

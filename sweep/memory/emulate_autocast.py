@@ -119,7 +119,7 @@ class CudaAutocast:
 
     def _lower(self, op: Any) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            dtype = torch.get_autocast_dtype("cpu")
+            dtype = torch._C.get_autocast_dtype("cpu")
             lowered = [self._lowered(a, dtype) for a in args]
             return _below(op, lowered, kwargs)
 
@@ -150,7 +150,7 @@ class CudaAutocast:
     def _promote(self, op: Any) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             found = [a.dtype for a in _flat(args) if _eligible(a)]
-            widest = torch.float32 if torch.float32 in found else torch.get_autocast_dtype("cpu")
+            widest = torch.float32 if torch.float32 in found else torch._C.get_autocast_dtype("cpu")
             return _below(op, _cast(args, widest), kwargs)
 
         return run

@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from sweep.errors import CannotPredict
-from sweep.memory.accumulation import ADD
-from sweep.memory.hollow import hollow, is_hollow, make
+from sweep.memory.accumulation import ADD, storage_id
+from sweep.memory.hollow import CPU, hollow, is_hollow, make
 from sweep.memory.hollow_forms import Form, Forms, Result, key_of, results_of, shapes_of
 from sweep.memory.host import host
 from sweep.memory.ledger import Ledger
@@ -64,6 +65,8 @@ class HollowLedger(Ledger):
         self._forms = Forms(known, as_cuda)
         self._known = self._forms.known
         self._real: dict[int, weakref.ref[Any]] = {}  # storages of the tensors that have values
+        self.sides = False  # whether the host's tensors are told from the device's
+        self._forced: bool | None = None
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -104,25 +107,90 @@ class HollowLedger(Ledger):
                 self._with_workspace(op, args, kwargs, None)
             return self._mutated(op, args, kwargs)
         if effect is Effect.one_new or effect is Effect.new:
-            if func is ADD and self._adds_gradients(args, kwargs):
-                return args[0]
-            if self._real and self._all_real(args, kwargs) and self._result_is_small(op, func, args, kwargs):
-                try:
-                    return self._computed(op, func, args, kwargs)
-                except (NotImplementedError, RuntimeError):
-                    pass  # an operator that only CUDA has: its result has no values
-            key = key_of(func, args, kwargs)
-            form = self._known.get(key)
-            if form is None:
-                form = self._known[key] = self._ask(op, func, args, kwargs)
-            if op.known and _is_small(form.shape, form.dtype):
-                return self._computed(op, func, args, kwargs)
-            if op.flops is not None:
-                self._count_flops(op, key, args, kwargs, form)
-            if op.workspace is not None:
-                return self._made_with_workspace(op, args, kwargs, form)
-            return self._new(form, op.name) if effect is Effect.one_new else self._made(form, op.name, [])
+            if self.sides:
+                return self._result_on_its_side(op, func, args, kwargs)
+            return self._result(op, func, args, kwargs)
         return self._rare(op, func, args, kwargs)
+
+    def _result(self, op: Op, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is ADD and self._adds_gradients(args, kwargs):
+            return args[0]
+        if self._real and self._all_real(args, kwargs) and self._result_is_small(op, func, args, kwargs):
+            try:
+                return self._computed(op, func, args, kwargs)
+            except (NotImplementedError, RuntimeError):
+                pass  # an operator that only CUDA has: its result has no values
+        key = key_of(func, args, kwargs)
+        form = self._known.get(key)
+        if form is None:
+            form = self._known[key] = self._ask(op, func, args, kwargs)
+        if op.known and _is_small(form.shape, form.dtype):
+            return self._computed(op, func, args, kwargs)
+        if op.flops is not None:
+            self._count_flops(op, key, args, kwargs, form)
+        if op.workspace is not None:
+            return self._made_with_workspace(op, args, kwargs, form)
+        return self._new(form, op.name) if op.effect is Effect.one_new else self._made(form, op.name, [])
+
+    # -- host and device ---------------------------------------------------------------------------------------------
+
+    def on_device(self, tensor: Tensor) -> bool:
+        """Whether a tensor is on the emulated device, where that and its host are told apart (`sides`)."""
+        try:
+            known = self._live.get(storage_id(tensor))
+        except (NotImplementedError, RuntimeError):  # without a storage
+            return True
+        if known is None:  # made outside of the ledger, or from Python's numbers
+            return isinstance(tensor, nn.Parameter)
+        return self.log.category[known.id] is not Category.host
+
+    @contextmanager
+    def forced(self, to_device: bool) -> Iterator[None]:
+        """What is made in here is on the device (else: on the host), whatever it is made of."""
+        before, self._forced = self._forced, to_device
+        try:
+            yield
+        finally:
+            self._forced = before
+
+    def _result_on_its_side(self, op: Op, func: Any, args: Any, kwargs: Any) -> Any:
+        """A result is on the device if it is asked for there, or an argument is, or there are none."""
+        wanted = self._forced
+        if kwargs:
+            asked = kwargs.get("device")
+            if asked is not None and asked.type == "cuda":
+                wanted, kwargs = True, {**kwargs, "device": CPU}
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}
+        depth = host.depth
+        if wanted is None:
+            wanted = depth == 0 and self._side_of(args, kwargs)
+        host.depth = 0 if wanted else 1
+        try:
+            return self._result(op, func, args, kwargs)
+        finally:
+            host.depth = depth
+
+    def _side_of(self, args: Any, kwargs: Any) -> bool:
+        tensors = False
+        stack = [*args, *kwargs.values()] if kwargs else list(args)
+        while stack:
+            item = stack.pop()
+            if isinstance(item, Tensor):
+                if self.on_device(item):
+                    return True
+                tensors = True
+            elif isinstance(item, (list, tuple)):
+                stack.extend(item)
+        return not tensors
+
+    def _claim(self, tensor: Tensor, category: Category, name: str) -> None:
+        if self.sides and category in (Category.gradient, Category.optimizer_state) and not self.on_device(tensor):
+            return  # such as an optimizer's step counters
+        super()._claim(tensor, category, name)
+
+    def _is_here(self, tensor: Tensor) -> bool:
+        return True
 
     def _describe(self, func: Any) -> Op:
         op = describe(func, self._workspaces.get(func))
@@ -256,6 +324,8 @@ class HollowLedger(Ledger):
         return func(*args, **kwargs)
 
     def _from_python(self, op: Op, tensor: Tensor) -> Tensor:
+        if self._live.get(storage_id(tensor)) is not None:
+            return tensor  # torch.tensor(..., device="cuda") has been moved there already
         if _is_small(tensor.shape, tensor.dtype):
             self._keep_real(tensor)
         else:

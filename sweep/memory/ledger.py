@@ -142,7 +142,7 @@ class Ledger(Watcher):
 
     def _claim(self, tensor: Tensor, category: Category, name: str) -> None:
         """Give a storage its category and name; count it if it is not known yet."""
-        if tensor.layout is not torch.strided or tensor.device.type != self.device_type:
+        if tensor.layout is not torch.strided or not self._is_here(tensor):
             return
         storage = tensor.untyped_storage()
         known = self._live.get(storage._cdata)
@@ -156,6 +156,9 @@ class Ledger(Watcher):
         else:
             return
         self.log.owner.setdefault(id, name)
+
+    def _is_here(self, tensor: Tensor) -> bool:
+        return tensor.device.type == self.device_type
 
     def _claim_gradients(self) -> None:
         for name, parameter in self._named_parameters():
