@@ -335,6 +335,7 @@ def test_frozen_parameters_are_left_out() -> None:
 
 @pytest.mark.parametrize(("optimizer", "line"), [
     ({"target": "torch.optim.Nope"}, "workload.optimizer.target=torch.optim.Nope: "),
+    ({"target": "torch.optim.LBFGS"}, "workload.optimizer.target=torch.optim.LBFGS: computes the loss again"),
     ({"target": "no.such.Optimizer"}, "workload.optimizer.target=no.such.Optimizer: "),
     ({"target": "torch.nn.functional.relu"}, "workload.optimizer.target=torch.nn.functional.relu: "),
     ({"kwargs": {"nope": 1}}, "workload.optimizer=torch.optim.AdamW: "),

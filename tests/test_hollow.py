@@ -16,6 +16,8 @@ from sweep.memory import onednn
 from sweep.memory.hollow import hollow, is_hollow
 from sweep.memory.hollow_ledger import HollowLedger
 from sweep.memory.ledger import Ledger
+from sweep.results import Phase
+from sweep.step import Phases
 
 
 def test_a_tensor_of_a_tebibyte_takes_no_memory_and_can_be_shown() -> None:
@@ -205,3 +207,50 @@ def test_a_large_lstms_workspace_follows_from_a_small_ones(monkeypatch: pytest.M
     assert lstm_events(HollowLedger(), hollow((6, 128, 32), torch.float32)) == real
     with pytest.raises(CannotPredict, match="6 steps and 100 samples .* give a multiple of 64 samples"):
         lstm_events(HollowLedger(), hollow((6, 100, 32), torch.float32))
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adafactor": lambda p: torch.optim.Adafactor(p),
+    "adafactor in one": lambda p: torch.optim.Adafactor(p, foreach=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.1),
+    "nadam": lambda p: torch.optim.NAdam(p),
+    "radam": lambda p: torch.optim.RAdam(p),
+    "adamax": lambda p: torch.optim.Adamax(p),
+    "asgd": lambda p: torch.optim.ASGD(p),
+    "rprop": lambda p: torch.optim.Rprop(p),
+    "muon": lambda p: torch.optim.Muon(p),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_take_what_they_take(name: str) -> None:
+    """Adafactor reads norms, which have no values, and Adagrad makes its state at once."""
+
+    def events(ledger: Ledger, make: Callable[..., Tensor]) -> list[tuple[str, int, str]]:
+        phases = Phases()
+        with HollowLedger() if isinstance(ledger, HollowLedger) else Ledger():
+            weights = [nn.Parameter(make(64, 32)), nn.Parameter(make(32, 64))]
+        with ledger, phases.listening(ledger):
+            optimizer = OPTIMIZERS[name](weights)
+            for _ in range(2):
+                for weight in weights:
+                    weight.grad = make(*weight.shape)
+                with phases(Phase.optimizer):
+                    torch.nn.utils.clip_grad_norm_(weights, 1.0, error_if_nonfinite=True)
+                    optimizer.step()
+        return [(e.kind, e.bytes, e.operator) for e in ledger.events if e.phase == Phase.optimizer]
+
+    real = events(Ledger(), torch.randn)
+    assert events(HollowLedger(), lambda *shape: hollow(shape, torch.float32)) == real
+
+
+def test_numbers_are_assumed_for_optimizers_alone() -> None:
+    x = hollow((3,), torch.float32)
+    ledger, phases = HollowLedger(), Phases()
+    with ledger, phases.listening(ledger):
+        with phases(Phase.optimizer):
+            assert x.norm().item() == 1.0
+        with phases(Phase.forward), pytest.raises(CannotPredict):
+            x.norm().item()

@@ -94,7 +94,7 @@ class Forms:
         except UnsupportedOperatorException as error:
             raise CannotPredict(f"torch cannot say what {name} returns") from error
         except _Sparse as error:
-            raise CannotPredict(f"{name} returns a sparse tensor") from error
+            raise CannotPredict(f"{name} returns a sparse tensor; sparse gradients are not predicted") from error
 
 
 def _with_workspace(form: Form, nbytes: int) -> Form:

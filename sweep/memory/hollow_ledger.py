@@ -6,7 +6,8 @@ call and for every look at a tensor's device.
 
 Small tensors whose values are known (`torch.tensor(0.0)`, `torch.arange(n)`: an optimizer's step counters, a gradient
 scaler's scale, position numbers) stay real, and operators on them alone are computed, so that their values can be read.
-Every other look at a value raises CannotPredict.
+Every other look at a value raises CannotPredict, with one exception: a number that an optimizer computes of its
+tensors, such as the norm that Adafactor reads or that gradients are clipped by, is taken to be 1; no shape depends on it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from sweep.memory.host import host
 from sweep.memory.ledger import Ledger
 from sweep.memory.ledger_ops import Effect, Op, describe
 from sweep.memory.ledger_watch import Workspace
-from sweep.results import Category
+from sweep.results import Category, Phase
 
 #: Operators from here are torch's own; others are custom, and what they allocate is unknown.
 KNOWN_NAMESPACES = {"aten", "prim", "prims", "profiler"}
@@ -130,7 +131,15 @@ class HollowLedger(Ledger):
             self._count_flops(op, key, args, kwargs, form)
         if op.workspace is not None:
             return self._made_with_workspace(op, args, kwargs, form)
+        if self._phase == Phase.optimizer and isinstance(form, Result) and form.shape == ():
+            return self._one(form.dtype, op.name)
         return self._new(form, op.name) if op.effect is Effect.one_new else self._made(form, op.name, [])
+
+    def _one(self, dtype: torch.dtype, operator: str) -> Tensor:
+        number = torch.ones((), dtype=dtype)
+        self._keep_real(number)
+        self._see(number, operator)
+        return number
 
     # -- host and device ---------------------------------------------------------------------------------------------
 

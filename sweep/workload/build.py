@@ -292,6 +292,11 @@ def build_optimizer(conf: WorkloadConf, *modules: nn.Module) -> torch.optim.Opti
     except Exception as error:
         todo = "give the import path of a class"
         raise BadInput("workload.optimizer.target", path, _first_line(error), todo) from error
+    step = getattr(cls, "step", None)
+    closure = inspect.signature(step).parameters.get("closure") if callable(step) else None
+    if closure is not None and closure.default is closure.empty:
+        todo = "name an optimizer whose step needs no closure"
+        raise BadInput("workload.optimizer.target", path, "computes the loss again within its step", todo)
     accepted = inspect.signature(cls).parameters
     kwargs: dict[str, Any] = {"lr": o.lr}
     # A weight decay of zero is passed on too: torch's AdamW has another default.
