@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -34,7 +34,7 @@ def offloading(model: nn.Module, blocks: list[Block] | None = None, **conf: Any)
     """Everything leaves unless `conf` says otherwise."""
     conf = {"placement": Placement.all, "keep_last": 0, "min_tensor_kib": 0.0} | conf
     found = find_blocks(model) if blocks is None else blocks
-    offload = Offload(OffloadConf(**conf), model, found, Phases(), CPU)
+    offload = Offload(OffloadConf(**conf), [model], found, Phases(), CPU)
     with offload.installed():
         yield offload
 
@@ -291,6 +291,41 @@ def test_what_was_changed_and_saved_again_is_not_served_from_a_stale_copy() -> N
         assert offload.moved.to_host_bytes == 2 * 32 * 4
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             offload._unpack(stale)
+
+
+@pytest.mark.parametrize("through", ["unsafe_chunk", "unsafe_view", "data"])
+def test_tensors_that_share_memory_but_no_version_counter_do_not_share_a_copy(through: str) -> None:
+    """As in a GRU's cell: its gates are parts of one product, and some are changed in place while others are saved."""
+    whole = torch.randn(4, 24)
+    share = {
+        "unsafe_chunk": lambda: whole.unsafe_chunk(3, 1)[1],
+        "unsafe_view": lambda: torch.ops.aten._unsafe_view(whole, [24, 4]),
+        "data": lambda: whole.data,
+    }[through]
+    one, other = share(), share()
+    with offloading(nn.Identity(), []) as offload:
+        one.mul_(2)
+        first, expected = offload._pack(one), one.clone()
+        other.mul_(3)  # as many changes as of `one`, counted elsewhere
+        assert torch.equal(offload._unpack(offload._pack(other)), other)
+        assert torch.equal(offload._unpack(first), expected)
+
+
+def test_gradients_through_a_gru_are_the_baselines() -> None:
+    gru = nn.GRU(8, 8, batch_first=True)
+    x = torch.randn(3, 5, 8)
+
+    def gradients(context: Any) -> list[Tensor]:
+        gru.zero_grad()
+        with context:
+            loss = gru(x)[0].square().sum()
+        loss.backward()
+        return [p.grad.clone() for p in gru.parameters() if p.grad is not None]
+
+    expected = gradients(nullcontext())
+    with offloading(gru, []) as offload:
+        assert all(map(torch.equal, gradients(offload.around_forward()), expected))
+        assert offload.moved.to_host_bytes > 0
 
 
 # -- what leaves -----------------------------------------------------------------------------------------------------

@@ -201,18 +201,20 @@ class Offload:
             copies = self._packed[key] = weakref.WeakSet()
             # Addresses recur once a storage is gone: forget the key with the storage, or another would get its copy.
             weakref.finalize(storage, self._packed.pop, key, None).atexit = False
-        itemsize, whole = tensor.element_size(), storage.nbytes()
+        itemsize, whole, others = tensor.element_size(), storage.nbytes(), False
         for copy in copies:
             # Views of another dtype may begin between this one's elements, counted from the copy's start.
             fits = copy.start <= start and stop <= copy.stop and not (start - copy.start) % itemsize
-            if fits and copy.version == tensor._version and not (copy.stop - copy.start) % itemsize:
-                return copy
-        if held_bytes(tensor) * 4 >= whole and whole % itemsize == 0:
+            if fits and not (copy.stop - copy.start) % itemsize:
+                if copy.is_of(tensor):
+                    return copy
+                others = True
+        if held_bytes(tensor) * 4 >= whole and whole % itemsize == 0 and not others:
             start, stop = 0, whole  # most of the storage: other views of it will find it here
         flat = torch.as_strided(tensor.detach(), ((stop - start) // itemsize,), (1,), start // itemsize)
         with host_memory():
             host = self._copier.to_host(flat)
-        copy = HostCopy(host, start, stop, tensor._version)
+        copy = HostCopy(host, start, stop, watcher_of(tensor))
         copies.add(copy)
         self.moved.to_host_bytes += stop - start
         return copy
@@ -231,12 +233,34 @@ class Offload:
 class HostCopy:
     """Bytes [start, stop) of a storage, on the host. Lives as long as a graph refers to it."""
 
-    __slots__ = ("__weakref__", "awaited", "host", "reloaded", "start", "stop", "version")
+    __slots__ = ("__weakref__", "_version", "_watcher", "awaited", "host", "reloaded", "start", "stop")
 
-    def __init__(self, host: Any, start: int, stop: int, version: int) -> None:
-        self.host, self.start, self.stop, self.version = host, start, stop, version
+    def __init__(self, host: Any, start: int, stop: int, watcher: Tensor) -> None:
+        self.host, self.start, self.stop = host, start, stop
+        self._watcher, self._version = watcher, watcher._version
         self.awaited = 0  # saved tensors that have not come back yet
         self.reloaded: Tensor | None = None
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether a tensor of the same storage is as it was when it was copied.
+
+        Versions are compared only where they are counted together. Some operators (`unsafe_chunk`, `_unsafe_view`,
+        `.data`) give tensors that share memory but not the counter, and a change of one is not seen in another.
+        """
+        version, set_version = tensor._version, torch._C._autograd._unsafe_set_version_counter
+        if version != self._version or self._watcher._version != version:
+            return False
+        set_version((tensor,), (version + 1,))
+        together = self._watcher._version != version
+        set_version((tensor,), (version,))
+        return together
+
+
+def watcher_of(tensor: Tensor) -> Tensor:
+    """A tensor that shares the version counter but not the storage, which may go."""
+    watcher = tensor.detach()
+    watcher.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return watcher
 
 
 class _Versioned:
@@ -275,11 +299,8 @@ class View(_Versioned):
 
     @classmethod
     def of(cls, tensor: Tensor, copy: HostCopy) -> View:
-        # The watcher shares the version counter but not the storage, which may now go.
-        watcher = tensor.detach()
-        watcher.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         offset = int(tensor.storage_offset()) * tensor.element_size() - copy.start
-        view = cls(copy, watcher, tensor.size(), tensor.stride(), offset, tensor.dtype)
+        view = cls(copy, watcher_of(tensor), tensor.size(), tensor.stride(), offset, tensor.dtype)
         view._watch(tensor)
         return view
 
