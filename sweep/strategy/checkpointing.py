@@ -1,29 +1,36 @@
 """Saving less: blocks (or groups, or parts of them) keep only their inputs and are computed again in backward.
 
-Non-reentrant checkpointing with the random state preserved. Two things are added to torch's own: keyword arguments are
-passed by position, since outer saved-tensor hooks (offload) see positional tensors only; and buffers that a forward
-changes (BatchNorm's running statistics) are not changed again by recomputation.
+Non-reentrant checkpointing with the random state preserved. Added to torch's own: the tensors in keyword arguments and
+containers are passed by position, since outer saved-tensor hooks (offload) see positional tensors only; state that a
+forward changes is what it was when it is computed again, and is not changed again (see `sweep.strategy.state`);
+Python's and numpy's random numbers are drawn again as torch's are; and what was computed again is counted.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from sweep.errors import BadInput, NotEquivalent
-from sweep.results import Phase
+from sweep.outcomes import one_line, outcome_of
+from sweep.results import Outcome, Phase
 from sweep.schema import CheckpointConf, Granularity
 from sweep.step import Phases
 from sweep.strategy.patching import Forward, patched_forward
+from sweep.strategy.state import StateGuard, restored, with_tensors, without_tensors
 from sweep.workload import Block
+from sweep.workload.randomness import python_states, restore
 
 #: Results that `selective` keeps: they are dear to compute. Everything else is cheap and computed again.
 MATMUL_AND_ATTENTION = (
@@ -39,6 +46,7 @@ MATMUL_AND_ATTENTION = (
     "aten._scaled_dot_product_fused_attention_overrideable.default",
 )
 
+Wrap = Callable[[Forward], Forward]
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
@@ -66,97 +74,139 @@ def check(conf: CheckpointConf, blocks: list[Block]) -> None:
 
 
 @contextmanager
-def checkpointing(conf: CheckpointConf, blocks: list[Block], phases: Phases) -> Iterator[None]:
+def checkpointing(conf: CheckpointConf, blocks: list[Block], phases: Phases) -> Iterator[Recomputed]:
     """The blocks' forwards recompute as `conf` says, inside."""
     check(conf, blocks)
+    done = Recomputed()
     with ExitStack() as stack:
-        for module, wrap in _wrappers(conf, blocks, phases):
+        stack.enter_context(differences_named(done))
+        for module, wrap in _wrappers(conf, blocks, phases, done):
             stack.enter_context(patched_forward(module, wrap))
-        yield
+        yield done
 
 
 def _wrappers(
-    conf: CheckpointConf, blocks: list[Block], phases: Phases
-) -> Iterable[tuple[nn.Module, Callable[[Forward], Forward]]]:
-    chosen = [b.module for b in blocks[:: conf.every_k]]
-    if conf.granularity in (Granularity.blocks, Granularity.selective):
-        kept = _kept_operators(conf) if conf.granularity is Granularity.selective else None
-        return [(m, lambda f, m=m: recomputed(f, [m], phases, kept)) for m in chosen]  # type: ignore[misc]
-    if conf.granularity is Granularity.parts:
-        return [(m, lambda f, m=m: recomputed(f, [m], phases, None)) for m in _parts(conf, blocks)]  # type: ignore[misc]
+    conf: CheckpointConf, blocks: list[Block], phases: Phases, done: Recomputed
+) -> Iterable[tuple[nn.Module, Wrap]]:
     if conf.granularity is Granularity.segments:
-        modules = [b.module for b in blocks]
-        groups = [modules[i : i + conf.segment_size] for i in range(0, len(modules), conf.segment_size)]
-        return [pair for group in groups for pair in _segment(group, phases)]
-    return []
+        lists = [list(group) for _, group in groupby(blocks, key=lambda b: b.group)]
+        groups = [of[i : i + conf.segment_size] for of in lists for i in range(0, len(of), conf.segment_size)]
+        return [pair for group in groups for pair in _segment(group, phases, done)]
+    if conf.granularity is Granularity.none:
+        return []
+    chosen = _parts(conf, blocks) if conf.granularity is Granularity.parts else blocks[:: conf.every_k]
+    kept = _kept_operators(conf) if conf.granularity is Granularity.selective else None
+    return [(b.module, lambda f, b=b: recomputed(f, [b], phases, done, kept)) for b in chosen]  # type: ignore[misc]
 
 
-def recomputed(forward: Forward, modules: list[nn.Module], phases: Phases, kept: frozenset[Any] | None) -> Forward:
+def recomputed(
+    forward: Forward,
+    parts: list[Block],
+    phases: Phases,
+    done: Recomputed,
+    kept: frozenset[Any] | None = None,
+) -> Forward:
     """`forward` under a checkpoint. `kept`: operators whose results are saved all the same; None: only the inputs are.
 
-    `modules` are those that `forward` runs; their buffers are guarded while it is computed again.
+    `parts` are the modules that `forward` runs; their state is guarded while it is computed again.
     """
+    name = parts[0].name if len(parts) == 1 else f"{parts[0].name} to {parts[-1].name}"
+    guard = StateGuard([(part.name, part.module) for part in parts])
+    done.asked.append(name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        names, guard = list(kwargs), BufferGuard(modules)
+        done.called.add(name)
+        # Containers are given as their tensors, or outer hooks would not see these; and each time that it is computed
+        # again it gets containers of its own, as they were before the first run wrote to them.
+        recipe, tensors = without_tensors((args, kwargs))
+        first = [(args, kwargs)]
+        del args, kwargs
+        snapshot, states = guard.before(), python_states()
 
         def call(*flat: Any) -> Any:
-            positional, named = flat[: len(args)], dict(zip(names, flat[len(args) :], strict=True))
+            positional, named = first.pop() if first else with_tensors(recipe, flat)
             return forward(*positional, **named)
 
         def contexts() -> ContextPair:
-            first, again = (nullcontext(), nullcontext()) if kept is None else _selective(kept)
-            return _all(guard.recording(), first), _all(phases(Phase.recompute), guard.discarding(), again)
+            def once_more() -> Iterator[AbstractContextManager[Any]]:
+                yield phases(Phase.recompute)
+                yield done.counting(name)
+                yield restored(snapshot)
+                yield _random_from(states)
+                if kept is not None:
+                    yield _Reusing(kept, results)
 
-        return checkpoint(
-            call, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=True, context_fn=contexts
-        )
+            results: Results = defaultdict(list)
+            return nullcontext() if kept is None else _Keeping(kept, results), _Repeatedly(once_more)
+
+        out = checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
+        guard.after(snapshot)
+        return out
 
     return run
 
 
-class BufferGuard:
-    """Lets a forward change buffers once, not again when it is recomputed.
+class _Repeatedly(AbstractContextManager[None]):
+    """Contexts that are made anew each time they are entered: a second backward computes again once more."""
 
-    Recomputation works on copies of all small buffers, and of those larger ones that the first run changed by their
-    version counters. These alone do not do: batch normalisation's kernels change running statistics without counting.
-    """
+    def __init__(self, make: Callable[[], Iterator[AbstractContextManager[Any]]]) -> None:
+        self._make = make
+        self._entered: list[ExitStack] = []
 
-    #: Buffers up to this size are copied without asking: statistics are small, masks and tables are not.
-    SMALL_BYTES = 64 * 1024
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for context in self._make():
+                stack.enter_context(context)
+            self._entered.append(stack.pop_all())
 
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self._owners = [m for top in modules for m in top.modules() if m._buffers]
-        self._changed: list[tuple[nn.Module, str]] = []
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
 
-    def _live(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-        for owner in self._owners:
-            for name, buffer in owner._buffers.items():
-                if buffer is not None:
-                    yield owner, name, buffer
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        before = {(id(owner), name): (buffer, buffer._version) for owner, name, buffer in self._live()}
+@contextmanager
+def _random_from(states: Any) -> Iterator[None]:
+    """Python's and numpy's random numbers from `states` on, inside; torch's are checkpoint's own matter."""
+    now = python_states()
+    restore(states)
+    try:
         yield
-        for owner, name, buffer in self._live():
-            known, version = before.get((id(owner), name), (None, -1))
-            small = buffer.numel() * buffer.element_size() <= self.SMALL_BYTES
-            if small or buffer is not known or buffer._version != version:
-                self._changed.append((owner, name))
+    finally:
+        restore(now)
+
+
+@dataclass
+class Recomputed:
+    """What was to be computed again, and what was."""
+
+    asked: list[str] = field(default_factory=list)
+    called: set[str] = field(default_factory=set)  # in training
+    again: dict[str, int] = field(default_factory=dict)  # times
+    last: str = "a block"
 
     @contextmanager
-    def discarding(self) -> Iterator[None]:
-        originals = [(owner, name, owner._buffers[name]) for owner, name in self._changed]
-        for owner, name, buffer in originals:
-            owner._buffers[name] = None if buffer is None else buffer.detach().clone()
+    def counting(self, name: str) -> Iterator[None]:
+        self.again[name], self.last = self.again.get(name, 0) + 1, name
         try:
             yield
-        finally:
-            for owner, name, buffer in originals:
-                owner._buffers[name] = buffer
+        except Exception as error:
+            if type(error).__name__ != "_StopRecomputationError" and outcome_of(error) is Outcome.failed:
+                raise NotEquivalent(f"{name} fails when it is computed again ({one_line(error)}); {_LOOK}") from error
+            raise
+
+
+_LOOK = "look for state that its forward changes, outside of its module or in what it is given"
+
+
+@contextmanager
+def differences_named(done: Recomputed) -> Iterator[None]:
+    """torch's error about a recomputation that saves other tensors than the forward did: named by the block."""
+    try:
+        yield
+    except CheckpointError as error:
+        wrong = f"computes other tensors when it is computed again ({one_line(error)})"
+        raise NotEquivalent(f"{done.last} {wrong}; {_LOOK}") from error
 
 
 _NO_CHAIN = (
@@ -165,13 +215,13 @@ _NO_CHAIN = (
 )
 
 
-def _segment(group: list[nn.Module], phases: Phases) -> list[tuple[nn.Module, Callable[[Forward], Forward]]]:
+def _segment(group: list[Block], phases: Phases, done: Recomputed) -> list[tuple[nn.Module, Wrap]]:
     """The group's first block computes all of them under one checkpoint; the others hand on what they are given.
 
     Right for blocks that are called one after the other, each on the result of the one before and with the same further
     arguments. Where a model does otherwise, `verify` finds it.
     """
-    forwards = [module.forward for module in group]
+    forwards = [block.module.forward for block in group]
 
     def whole(first: Forward) -> Forward:
         def chain(*args: Any, **kwargs: Any) -> Any:
@@ -185,57 +235,98 @@ def _segment(group: list[nn.Module], phases: Phases) -> list[tuple[nn.Module, Ca
                     raise NotEquivalent(_NO_CHAIN.format(f"are given a {given} and return a {got}"))
             return state
 
-        return recomputed(chain, group, phases, None)
+        return recomputed(chain, group, phases, done)
 
     def hand_on(_: Forward) -> Forward:
         return lambda state, *args, **kwargs: state
 
-    return [(group[0], whole), *((module, hand_on) for module in group[1:])]
+    return [(group[0].module, whole), *((block.module, hand_on) for block in group[1:])]
 
 
-def _selective(kept: frozenset[Any]) -> ContextPair:
-    first, again = _selective_of_torch(kept)
-    draws = frozenset(op for op in kept if torch.Tag.nondeterministic_seeded in op.tags)
-    states: deque[list[torch.Tensor]] = deque()
-    return _all(first, _Recording(draws, states)), _all(again, _Restoring(draws, states))
+#: Results of kept operators, in order, with the random state after those that draw. None: it has been used.
+Results = dict[Any, list[tuple[Any, list[torch.Tensor]] | None]]
 
 
-class _Recording(TorchDispatchMode):
-    """Notes the random state after each kept operator that draws random numbers, such as attention with dropout.
+class _Keeping(TorchDispatchMode):
+    """Keeps the results of some operators.
 
-    Recomputation does not run what was kept, so that later draws would begin where it had begun: other dropout masks.
+    torch's own selective contexts ask each operator's place in the order of all calls. Autocast's cache of cast weights
+    changes that order, and a second backward finds nothing; here both compute what is not kept, or no longer.
     """
 
-    def __init__(self, draws: frozenset[Any], states: deque[list[torch.Tensor]]) -> None:
+    def __init__(self, kept: frozenset[Any], results: Results) -> None:
         super().__init__()
-        self.draws, self.states = draws, states
+        self.kept, self.results = kept, results
+        self._caching: list[bool] = []
+
+    def __enter__(self) -> Any:
+        if _TO_COPY in self.kept:  # which casts there are must not depend on what ran before
+            self._caching.append(torch.is_autocast_cache_enabled())
+            torch.set_autocast_cache_enabled(False)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self._caching:
+            torch.set_autocast_cache_enabled(self._caching.pop())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in self.draws:
-            self.after_draw((out[0] if isinstance(out, (tuple, list)) else out).device)
+        if func in self.kept:
+            draws = torch.Tag.nondeterministic_seeded in func.tags
+            self.results[func].append((tree_map(_Kept, out), _random_states(out) if draws else []))
         return out
 
-    def after_draw(self, device: torch.device) -> None:
-        on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-        self.states.append([torch.get_rng_state(), *on_device])
+
+class _Reusing(_Keeping):
+    """Hands out the results that _Keeping has kept, each once. What was changed since is computed again.
+
+    What is handed out is not drawn again, so that the random state moves on to where it was after drawing.
+    """
+
+    def __enter__(self) -> Any:
+        self._position: dict[Any, int] = defaultdict(int)
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.kept:
+            position, results = self._position[func], self.results[func]
+            self._position[func] += 1
+            if position < len(results) and (found := results[position]) is not None:
+                results[position] = None
+                out, states = found
+                if all(item.unchanged() for item in tree_leaves(out)):
+                    _set_random_states(states)
+                    return tree_map(lambda item: item.value, out)
+        return func(*args, **(kwargs or {}))
 
 
-class _Restoring(_Recording):
-    def after_draw(self, device: torch.device) -> None:
-        on_host, *on_device = self.states.popleft()
-        torch.set_rng_state(on_host)
-        for state in on_device:
-            torch.cuda.set_rng_state(state, device)
+class _Kept:
+    """A kept result, or an item of one."""
+
+    def __init__(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            # With its version counter, and without a graph, which would be a reference cycle.
+            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+                value = value.detach()
+        self.value = value
+        self._version = getattr(value, "_version", 0)
+
+    def unchanged(self) -> bool:
+        return getattr(self.value, "_version", 0) == self._version
 
 
-def _selective_of_torch(kept: frozenset[Any]) -> ContextPair:
-    # The policy keeps no state: torch asks it in both runs, and an answer that depended on earlier calls would differ.
-    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
+def _random_states(out: Any) -> list[torch.Tensor]:
+    device = next(t.device for t in tree_leaves(out) if isinstance(t, torch.Tensor))
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
-    first, again = create_selective_checkpoint_contexts(policy)
-    return first, again
+
+def _set_random_states(states: list[torch.Tensor]) -> None:
+    for state, put in zip(states, (torch.set_rng_state, torch.cuda.set_rng_state)):
+        put(state)
+
+
+_TO_COPY = torch.ops.aten._to_copy.default
 
 
 def _kept_operators(conf: CheckpointConf) -> frozenset[Any]:
@@ -252,27 +343,19 @@ def _kept_operators(conf: CheckpointConf) -> frozenset[Any]:
     return frozenset(found)
 
 
-def _parts(conf: CheckpointConf, blocks: list[Block]) -> list[nn.Module]:
-    parts = []
+def _parts(conf: CheckpointConf, blocks: list[Block]) -> list[Block]:
+    parts: dict[nn.Module, Block] = {}
     for pattern in conf.parts:
-        found = [
-            module
+        found = {
+            module: Block(f"{block.name}.{name}", module)
             for block in blocks[:: conf.every_k]
             for name, module in block.module.named_modules()
             if name and fnmatchcase(name, pattern)
-        ]
+        }
         if not found:
             known = ", ".join(name for name, _ in blocks[0].module.named_children())
             raise BadInput(
                 "strategy.checkpoint.parts", pattern, "matches nothing inside a block", f"a block has: {known}"
             )
-        parts += found
-    return list(dict.fromkeys(parts))
-
-
-@contextmanager
-def _all(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
+        parts = found | parts
+    return list(parts.values())

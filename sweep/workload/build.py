@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -51,6 +51,11 @@ class Block:
 
     name: str  # qualified, such as "layers.3"
     module: nn.Module
+
+    @property
+    def group(self) -> str:
+        """The list that it belongs to: blocks of one list come one after the other and are alike."""
+        return self.name.rpartition(".")[0]
 
 
 @dataclass
@@ -159,6 +164,7 @@ def build_data(conf: WorkloadConf) -> DataSource:
 
 def build_model(conf: WorkloadConf, device: torch.device | None = None) -> nn.Module:
     """The model in training mode, its weights a function of the seed. None: on the current default device."""
+    _import_targets(conf.model)
     seed_everything(conf.seed)
     model = _instantiate("workload.model", conf.model)
     if not isinstance(model, nn.Module):
@@ -181,6 +187,8 @@ def build_outline(conf: WorkloadConf) -> nn.Module:
 
 def build_loss(conf: WorkloadConf) -> Loss:
     """The loss. A callable without `count` is taken to return the mean over the samples that it was given."""
+    _import_targets(conf.loss)
+    seed_everything(conf.seed)  # for losses that have parameters
     loss = _plain_function(conf.loss) or _instantiate("workload.loss", conf.loss)
     if not callable(loss):
         raise BadInput("workload.loss._target_", conf.loss["_target_"], "is not callable", "name a function or class")
@@ -387,6 +395,19 @@ def _floats_as(batch: Batch, dtype: Dtype) -> Batch:
     if dtype is not Dtype.bf16:
         return batch
     return {n: t.to(torch.bfloat16) if t.is_floating_point() else t for n, t in batch.items()}
+
+
+def _import_targets(node: Any) -> None:
+    """Import what a config names, so that a module that draws random numbers when it is imported changes no seed."""
+    if isinstance(node, Mapping):
+        if isinstance(node.get("_target_"), str):
+            with suppress(Exception):  # `_instantiate` says what is wrong
+                get_object(node["_target_"])
+        for item in node.values():
+            _import_targets(item)
+    elif isinstance(node, (list, tuple)):
+        for item in node:
+            _import_targets(item)
 
 
 def _instantiate(key: str, node: dict[str, Any]) -> Any:
