@@ -41,10 +41,20 @@ class CannotPredict(SweepError):
     """The peak cannot be predicted (data-dependent shapes, custom kernels, compiled graphs). Names the cause."""
 
 
-class NothingOffloaded(SweepError):
-    """Offload was asked for and moved no byte: an error, since it would otherwise look like a result."""
+class NoEffect(SweepError):
+    """A strategy did nothing: an error, since it would otherwise look like a result. `reason`: its reason code."""
+
+
+class NothingOffloaded(NoEffect):
+    """Offload was asked for and moved no byte."""
 
     reason = "nothing_offloaded"
+
+
+class NothingRecomputed(NoEffect):
+    """Checkpointing was asked for and no block was computed again."""
+
+    reason = "nothing_recomputed"
 
 
 class NotOnDevice(SweepError):

@@ -18,7 +18,7 @@ from sweep import interrupts
 from sweep.candidates import name_of, strategy_at
 from sweep.checks import Facts, deciding_peak_mib
 from sweep.decide import memory_cap
-from sweep.errors import BadInput, CannotPredict, NothingOffloaded
+from sweep.errors import BadInput, CannotPredict, NoEffect, NothingOffloaded, NothingRecomputed
 from sweep.forecast import Forecast, Judgement, signature
 from sweep.memory.device import resolve_device
 from sweep.plan import Candidate, Pieces, Plan, make_plan
@@ -52,7 +52,7 @@ class Preflight:
         config = self._config(job.config)
         try:
             judgement = self.forecast.judge(config)
-        except NothingOffloaded as error:
+        except NoEffect as error:
             return {"run": False, "outcome": Outcome.invalid.value, "constraints": {"valid": 1.0}, "reason": str(error)}
         except CannotPredict as error:
             if not self._not_predictable:
@@ -162,7 +162,8 @@ def limits(
         # How far beyond it would have gone is not known; a prediction that knew better says more.
         found["memory"] = max(predicted_over or 0.0, 0.01) if predicted_over is not None else UNKNOWN_BY
         return found
-    if result.outcome in (Outcome.invalid.value, Outcome.nan.value) or result.reason == "nothing_offloaded":
+    invalid = result.outcome in (Outcome.invalid.value, Outcome.nan.value)
+    if invalid or result.reason in (NothingOffloaded.reason, NothingRecomputed.reason):
         return found | {"valid": UNKNOWN_BY}
     if result.outcome == Outcome.timeout.value:
         return found | {"throughput": UNKNOWN_BY}

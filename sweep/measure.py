@@ -133,5 +133,5 @@ def ledger_pass(
                 around_forward=strategy.around_forward,
             )
             advance("memory ledger")
-        strategy.require_moved()
+        strategy.require_effect()
         return ledger.peak()

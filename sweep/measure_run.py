@@ -107,7 +107,7 @@ def timed_run(
         if device.type == "cuda":
             run.peak_allocated_mib = torch.cuda.max_memory_allocated(device) / MIB
             run.peak_reserved_mib = torch.cuda.max_memory_reserved(device) / MIB
-        strategy.require_moved()
+        strategy.require_effect()
         run.step_times_ms = [step_ms for step_ms, _ in times]
         run.phases_ms = _medians([by_phase for _, by_phase in times])
         run.phase_times_ms = {name: [by_phase.get(name, 0.0) for _, by_phase in times] for name in run.phases_ms}

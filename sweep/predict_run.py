@@ -110,7 +110,7 @@ class HollowRun:
                 for _ in range(eval_batches):
                     _evaluate(loop, batch, phases, strategy)
             if what != "forward":
-                strategy.require_moved()
+                strategy.require_effect()
         self.to_host, self.from_host = strategy.moved.to_host_bytes, strategy.moved.from_host_bytes
         self.flops = dict(ledger.flops)
         samples = min(conf.global_batch_size, strategy.micro_batch_size * MICRO_STEPS)

@@ -228,7 +228,9 @@ ONLY_EVIDENCE = frozenset(
 )
 
 #: Codes that no budget makes good.
-NEVER = frozenset(("not_equivalent", "not_finite", "quality_lost", "crashed", "failed", "bad_setting"))
+NEVER = frozenset(
+    ("not_equivalent", "not_finite", "quality_lost", "crashed", "failed", "bad_setting", "nothing_recomputed")
+)
 
 #: How an error that stands for one reason begins in TrialResult.error.
 _BY_ERROR = {

@@ -277,7 +277,7 @@ class TrialResult:
     decision: Decision | None = None
     error: str = ""  # one line
     reason: str = (
-        ""  # reason code of an outcome other than ok where the outcome alone does not say it (nothing_offloaded)
+        ""  # reason code of an outcome other than ok where the outcome alone does not say it (nothing_recomputed)
     )
     capacity_mib: float | None = None  # of the device as it was found; None: not known
     details: str = ""  # the traceback or the child's last output

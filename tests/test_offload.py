@@ -568,13 +568,13 @@ def test_the_next_step_is_clean_after_running_out_of_memory() -> None:
 def test_moving_nothing_is_an_error_and_says_what_to_change() -> None:
     force, _ = run_mlp(OffloadConf(Placement.all, min_tensor_kib=64))
     with pytest.raises(NothingOffloaded, match=r"placement=all: not one byte.*min_tensor_kib \(now 64\).*keep_last"):
-        force.require_moved()
-    run_mlp(OffloadConf(Placement.none))[0].require_moved()
+        force.require_effect()
+    run_mlp(OffloadConf(Placement.none))[0].require_effect()
     force, _ = run_mlp(OffloadConf(Placement.all, min_tensor_kib=0))
-    force.require_moved()
+    force.require_effect()
     force.moved.reset()
     with pytest.raises(NothingOffloaded):
-        force.require_moved()
+        force.require_effect()
 
 
 # -- memory, as the ledger sees it -----------------------------------------------------------------------------------
@@ -664,7 +664,7 @@ def test_bad_values_are_one_line(conf: OffloadConf, line: str) -> None:
     assert str(caught.value).startswith(line)
     assert "\n" not in str(caught.value)
     with pytest.raises(BadInput):
-        Offload(conf, Mlp(), BLOCKS, Phases(), CPU)
+        Offload(conf, [Mlp()], BLOCKS, Phases(), CPU)
 
 
 def test_a_model_without_blocks_can_offload_everything_only() -> None:

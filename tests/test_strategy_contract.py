@@ -6,6 +6,7 @@ A strategy joins by its file in conf/strategy/, a workload by its entry in small
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import hard_models
 import pytest
 import torch
 from small_workloads import STRATEGIES, VARIANTS, WORKLOADS, config, data_of
@@ -20,12 +22,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from sweep.errors import NotEquivalent, NothingOffloaded
+from sweep.measure import ledger_pass
+from sweep.predict import predict
 from sweep.results import Verification
 from sweep.schema import Dtype, Granularity, OffloadImplementation, Placement
 from sweep.step import Phases, run_step
 from sweep.strategy import applied
 from sweep.verify import TOLERANCE, NoDropout, verify
 from sweep.workload import Workload, build_workload
+from sweep.workload.randomness import random_states, seed_everything
 
 CPU = torch.device("cpu")
 PAIRS = [(w, s) for w in WORKLOADS for s in STRATEGIES]
@@ -141,9 +146,9 @@ def run_eventfully(workload: str, strategy: str, *, dropout: bool) -> After:
         losses = [step(1), step(2)]
         if (workload, strategy) == ("stateful", "offload_inputs"):
             with pytest.raises(NothingOffloaded):
-                force.require_moved()  # no operator of its blocks saves the block's input
+                force.require_effect()  # no operator of its blocks saves the block's input
         elif offloads(strategy):
-            force.require_moved()
+            force.require_effect()
             assert force.moved.from_host_bytes > 0
         rng = torch.get_rng_state()
     assert footprint(w.model) == before
@@ -282,3 +287,73 @@ def test_batch_norm_with_micro_batches_is_reported_and_named(strategy: str) -> N
 
 def test_every_dtype_is_in_the_contract() -> None:
     assert {config(w).workload.dtype for w in WORKLOADS} == set(Dtype)
+
+
+# -- blocks that are hard on a strategy --------------------------------------------------------------------------------
+
+
+def hard(target: str, loss: str = "mse", **more: Any) -> dict[str, Any]:
+    workload = {k: more.pop(k) for k in ("dtype", "optimizer") if k in more}
+    model = {"_target_": f"hard_models.{target}"} | more
+    data, of = {"_target_": "hard_models.Noise"}, {"_target_": f"hard_models.{loss}"}
+    return {"model": model, "data": data, "loss": of} | workload
+
+
+HARD: dict[str, dict[str, Any]] = {
+    **{kind: hard("stateful", kind=kind) for kind in hard_models.STATES},
+    **{f"looped_{kind}": hard("Looped", kind=kind) for kind in ("counter", "growing", "random")},
+    "recycling": hard("Recycling"),
+    "siamese": hard("stateful", "siamese", kind="average"),
+    "double_backward": hard("stateful", "gradient_penalty", kind="counter"),
+    **{kind: hard("OddArguments", kind=kind) for kind in ("dict", "dataclass", "cache", "skips")},
+    "sparse": hard("sparse", optimizer={"name": "sgd"}),
+    "encoder_decoder": hard("EncoderDecoder"),
+    "mixture": hard("mixture"),
+    "tied_amp": hard("Tied", dtype="amp_bf16"),
+}
+ON_HARD: dict[str, Any] = {s: s for s in ("checkpoint", "hybrid_segments", "hybrid_selective")}
+KEEP_CASTS = {"checkpoint": {"granularity": "selective", "keep_ops": ["aten.addmm", "aten._to_copy"]}}
+
+
+def three_steps(workload: dict[str, Any], strategy: str | dict[str, Any]) -> tuple[list[Any], list[str]]:
+    """All that three steps leave behind, and the strategy's notes."""
+    c = config(workload, strategy, measure={"steps": 1})
+    w, phases = build_workload(c.workload, CPU, data_of(c.workload)), Phases()
+    seed_everything(7)
+    losses = []
+    with applied(c.strategy, w.model, w.blocks, 8, phases, CPU) as force:
+        for step in range(3):
+            result = run_step(
+                w, w.train_batch(step), phases,
+                micro_batch_size=force.micro_batch_size, around_forward=force.around_forward,
+            )  # fmt: skip
+            losses.append(result.loss.item())
+        force.require_effect()
+        notes = force.notes()
+    plain = [re.sub("0[xX][0-9a-fA-F]+", "", repr(vars(m).get("state"))) for m in w.model.modules()]  # with values
+    tensors = [t.detach().clone() for _, t in (*w.named_parameters(), *w.named_buffers())]
+    return [losses, plain, random_states(CPU), *tensors], notes
+
+
+@cache
+def hard_baseline(name: str) -> list[Any]:
+    return three_steps(HARD[name], "baseline")[0]
+
+
+PAIRS_OF_HARD = [(n, s) for n in HARD for s in ON_HARD] + [("tied_amp", "keep_casts")]
+
+
+@pytest.mark.parametrize(("name", "strategy"), PAIRS_OF_HARD, ids=map("-".join, PAIRS_OF_HARD))
+def test_hard_blocks_compute_what_the_baseline_computes(name: str, strategy: str) -> None:
+    expected, (actual, notes) = hard_baseline(name), three_steps(HARD[name], ON_HARD.get(strategy, KEEP_CASTS))
+    assert actual[:2] == expected[:2]
+    assert actual[2] == expected[2]
+    assert all(map(torch.equal, actual[3:], expected[3:]))
+    assert notes == []
+
+
+@pytest.mark.parametrize("name", ["codebook", "teacher", "growing", "looped_counter", "cache", "encoder_decoder"])
+def test_copies_of_state_are_counted_and_predicted(name: str) -> None:
+    c = config(HARD[name], "checkpoint", measure={"steps": 1})
+    data = data_of(c.workload)
+    assert predict(c, data, emulations="cpu").peak.mib == ledger_pass(c, CPU, data, None).mib

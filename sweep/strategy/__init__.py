@@ -10,18 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
-from sweep.errors import NothingOffloaded
-from sweep.schema import OffloadImplementation, Placement, StrategyConf
+from sweep.errors import NothingOffloaded, NothingRecomputed
+from sweep.schema import Granularity, OffloadImplementation, Placement, StrategyConf
 from sweep.step import Phases
 from sweep.strategy import checkpointing, offload
 from sweep.strategy.accumulation import accumulation_steps, micro_batch_size, over_the_batch
+from sweep.strategy.checkpointing import Recomputed
 from sweep.strategy.offload import Moved
 from sweep.strategy.save_on_cpu import SaveOnCpu
-from sweep.workload import Block
+from sweep.workload import Block, patterns_of
 
 __all__ = ["Applied", "accumulation_steps", "applied", "check_blocks", "micro_batch_size", "over_the_batch"]
 
@@ -33,17 +35,48 @@ class Applied:
     micro_batch_size: int  # samples
     around_forward: Callable[[], AbstractContextManager[object]] = nullcontext
     moved: Moved = field(default_factory=Moved)  # bytes since it was applied or reset
-    conf: StrategyConf | None = None
+    conf: StrategyConf = field(default_factory=StrategyConf)
+    blocks: list[Block] = field(default_factory=list)
+    recomputed: Recomputed = field(default_factory=Recomputed)  # since it was applied
+    called: set[int] | None = None  # offload by blocks: which of them have run since it was applied
+    cache_was_on: bool = False
 
-    def require_moved(self) -> None:
-        """Raise NothingOffloaded where offload was asked for and no byte has moved."""
-        if self.conf is not None and self.conf.offload.placement is not Placement.none and not self.moved.to_host_bytes:
-            o = self.conf.offload
+    def require_effect(self) -> None:
+        """Raise NoEffect where checkpointing computed nothing again, or offload moved no byte."""
+        c, o = self.conf.checkpoint, self.conf.offload
+        if c.granularity is not Granularity.none and not self.recomputed.again:
+            asked = ", ".join(patterns_of(self.recomputed.asked))
+            why = f"{asked}: nothing of it was needed in backward" if self.recomputed.called else _never(asked)
+            key = f"strategy.checkpoint.granularity={c.granularity.name}"
+            raise NothingRecomputed(f"{key}: no block was computed again: {why}")
+        if o.placement is not Placement.none and not self.moved.to_host_bytes:
+            key = f"strategy.offload.placement={o.placement.name}"
+            if self.called is not None and not self.called and o.placement is not Placement.all:
+                asked = ", ".join(patterns_of([b.name for b in self.blocks]))
+                raise NothingOffloaded(f"{key}: not one byte was moved: {_never(asked)}")
             raise NothingOffloaded(
-                f"strategy.offload.placement={o.placement.name}: not one byte was moved; lower "
-                f"strategy.offload.min_tensor_kib (now {o.min_tensor_kib:g}) or strategy.offload.keep_last "
-                f"(now {o.keep_last}), or choose other blocks"
+                f"{key}: not one byte was moved; lower strategy.offload.min_tensor_kib (now {o.min_tensor_kib:g}) or "
+                f"strategy.offload.keep_last (now {o.keep_last}), or choose other blocks"
             )
+
+    def notes(self) -> list[str]:
+        """What a reader of the results has to know: which of the blocks took no part, what was changed in the model."""
+        found = []
+        done = self.recomputed
+        for asked, called in (
+            (done.asked, done.called),
+            ([b.name for b in self.blocks] if self.called else [], {self.blocks[i].name for i in self.called or ()}),
+        ):
+            missing = [name for name in asked if name not in called]
+            if missing and called:
+                found.append(f"{len(missing)} of {len(asked)} blocks were never called: {', '.join(missing[:4])}")
+        if self.cache_was_on:
+            found.append("the model's key/value cache is switched off (use_cache=False): recomputation would grow it")
+        return list(dict.fromkeys(found))
+
+
+def _never(asked: str) -> str:
+    return f"the model's forward does not call {asked}; name modules that it calls with workload.blocks"
 
 
 def check_blocks(conf: StrategyConf, blocks: list[Block]) -> None:
@@ -68,10 +101,13 @@ def applied(
     loss_state: what the loss holds (`Workload.loss_state`), which stays on the device as the model does.
     """
     micro = micro_batch_size(conf, global_batch_size)
+    force = Applied(micro, conf=conf, blocks=blocks)
     with ExitStack() as stack:
-        stack.enter_context(checkpointing.checkpointing(conf.checkpoint, blocks, phases))
+        if conf.checkpoint.granularity is not Granularity.none:
+            force.cache_was_on = stack.enter_context(_without_cache(model))
+        force.recomputed = stack.enter_context(checkpointing.checkpointing(conf.checkpoint, blocks, phases))
         if conf.offload.placement is Placement.none:
-            yield Applied(micro, conf=conf)
+            yield force
             return
         hooks: offload.Offload | SaveOnCpu = (
             SaveOnCpu(phases, device, conf.offload.pin_memory)
@@ -79,4 +115,20 @@ def applied(
             else offload.Offload(conf.offload, [model, *filter(None, [loss_state])], blocks, phases, device)
         )
         stack.enter_context(hooks.installed())
-        yield Applied(micro, hooks.around_forward, hooks.moved, conf)
+        force.around_forward, force.moved = hooks.around_forward, hooks.moved
+        force.called = hooks.called if isinstance(hooks, offload.Offload) else None
+        yield force
+
+
+@contextmanager
+def _without_cache(model: nn.Module) -> Iterator[bool]:
+    """The transformers library's models without a key/value cache, inside. Whether there was one."""
+    found: dict[int, Any] = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    configs = {key: c for key, c in found.items() if getattr(c, "use_cache", None) is True}
+    for config in configs.values():
+        config.use_cache = False
+    try:
+        yield bool(configs)
+    finally:
+        for config in configs.values():
+            config.use_cache = True

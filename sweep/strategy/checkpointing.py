@@ -110,8 +110,7 @@ def recomputed(
 
     `parts` are the modules that `forward` runs; their state is guarded while it is computed again.
     """
-    name = parts[0].name if len(parts) == 1 else f"{parts[0].name} to {parts[-1].name}"
-    guard = StateGuard([(part.name, part.module) for part in parts])
+    name, guard = parts[0].name, StateGuard([(part.name, part.module) for part in parts])
     done.asked.append(name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -180,7 +179,7 @@ def _random_from(states: Any) -> Iterator[None]:
 class Recomputed:
     """What was to be computed again, and what was."""
 
-    asked: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)  # names; of a segment its first block's
     called: set[str] = field(default_factory=set)  # in training
     again: dict[str, int] = field(default_factory=dict)  # times
     last: str = "a block"
@@ -257,22 +256,14 @@ class _Keeping(TorchDispatchMode):
     def __init__(self, kept: frozenset[Any], results: Results) -> None:
         super().__init__()
         self.kept, self.results = kept, results
-        self._caching: list[bool] = []
 
-    def __enter__(self) -> Any:
-        if _TO_COPY in self.kept:  # which casts there are must not depend on what ran before
-            self._caching.append(torch.is_autocast_cache_enabled())
-            torch.set_autocast_cache_enabled(False)
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        if self._caching:
-            torch.set_autocast_cache_enabled(self._caching.pop())
+    def keeps(self, func: Any, args: Any) -> bool:
+        # Whether autocast casts a weight here depends on who has used it before, so casts of weights are not kept.
+        return func in self.kept and not (func is _TO_COPY and args[0].is_leaf and args[0].requires_grad)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in self.kept:
+        if self.keeps(func, args):
             draws = torch.Tag.nondeterministic_seeded in func.tags
             self.results[func].append((tree_map(_Kept, out), _random_states(out) if draws else []))
         return out
@@ -289,7 +280,7 @@ class _Reusing(_Keeping):
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.kept:
+        if self.keeps(func, args):
             position, results = self._position[func], self.results[func]
             self._position[func] += 1
             if position < len(results) and (found := results[position]) is not None:

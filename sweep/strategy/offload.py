@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from sweep.errors import BadInput
 from sweep.memory.ledger import host_memory
@@ -30,6 +29,7 @@ from sweep.schema import OffloadConf, Placement
 from sweep.step import FROM_HOST, TO_HOST, Phases
 from sweep.strategy.copier import Copier, copier_for
 from sweep.strategy.patching import Forward, patched_forward
+from sweep.strategy.state import without_tensors
 from sweep.workload import Block
 
 
@@ -74,9 +74,12 @@ def check(conf: OffloadConf, blocks: list[Block]) -> None:
 
 def chosen_blocks(conf: OffloadConf, count: int) -> set[int]:
     """Indices of the blocks that may be offloaded: "first:N", "every:K" or "0,3,5", less the last `keep_last`."""
-    before = count - conf.keep_last
+    return {i for i in _picked(conf, count) if i < count - conf.keep_last}
+
+
+def _picked(conf: OffloadConf, count: int) -> set[int]:
     if conf.placement is not Placement.blocks:
-        return set(range(before))
+        return set(range(count))
     spec = str(conf.blocks).strip()
     try:
         if spec.startswith("first:"):
@@ -91,7 +94,7 @@ def chosen_blocks(conf: OffloadConf, count: int) -> set[int]:
         ) from None
     if max(picked) >= count or min(picked) < 0:
         raise BadInput("strategy.offload.blocks", spec, f"the model has blocks 0 to {count - 1}", "choose among these")
-    return {i for i in picked if i < before}
+    return picked
 
 
 def _natural(text: str) -> int:
@@ -111,13 +114,16 @@ class Offload:
         self.conf, self.stays, self.phases = conf, stays, phases
         self.moved = Moved()
         self._blocks = blocks
-        self._chosen = chosen_blocks(conf, len(blocks)) if blocks else set()
+        self._chosen = _picked(conf, len(blocks)) if blocks else set()
         self._first_kept = len(blocks) - conf.keep_last
+        self.called: set[int] = set()  # indices of the blocks that have run with gradients
+        self._calls: list[int] = []  # the same in order, in this forward
+        self._calls_before: list[int] = []  # in the last forward that came to its end
         self._copier: Copier = copier_for(device, pin=conf.pin_memory)
         self._resident: set[int] = set()  # storages of parameters and buffers
         self._inside: list[int] = []  # indices of the blocks that are running
         self._block_inputs: set[int] = set()  # storages of the running block's arguments
-        self._tail = False  # the first of the kept blocks has begun: what follows is needed at once
+        self._tail = False  # the kept blocks have begun for the last time: what follows is needed at once
         self._packed: dict[int, weakref.WeakSet[HostCopy]] = {}  # live storage -> its copies, which graphs own
 
     @contextmanager
@@ -136,21 +142,24 @@ class Offload:
     def around_forward(self) -> Iterator[None]:
         tensors = [t for module in self.stays for t in (*module.parameters(), *module.buffers())]
         self._resident = {t.untyped_storage()._cdata for t in tensors}
-        self._tail = False
+        self._tail, self._calls = False, []
         self._inside.clear()  # an error in an earlier forward may have left entries
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
+        self._calls_before = self._calls
         with self.phases(Phase.transfer, TO_HOST):  # what is waited for here is a transfer's time, not the forward's
             self._copier.finish_forward()
 
     def _within(self, index: int) -> Callable[[Forward], Forward]:
         def wrap(forward: Forward) -> Forward:
             def run(*args: Any, **kwargs: Any) -> Any:
+                if not torch.is_grad_enabled():
+                    return forward(*args, **kwargs)
+                self._begins(index)
                 self._inside.append(index)
-                self._tail = self._tail or (bool(self.conf.keep_last) and index >= self._first_kept)
                 if self.conf.placement is Placement.inputs:
-                    given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-                    self._block_inputs = {t.untyped_storage()._cdata for t in given}
+                    given = without_tensors((args, kwargs))[1]
+                    self._block_inputs = {t.untyped_storage()._cdata for t in given if t.layout is torch.strided}
                 try:
                     return forward(*args, **kwargs)
                 finally:
@@ -159,6 +168,22 @@ class Offload:
             return run
 
         return wrap
+
+    def _begins(self, index: int) -> None:
+        """Note a block's call, and whether it belongs to the tail: the last calls, of `keep_last` different blocks.
+
+        Which are the last is known from the forward before; in the first one by the blocks' order, and anew whenever
+        the blocks in front run again.
+        """
+        before, number = self._calls_before, len(self._calls)
+        self.called.add(index)
+        self._calls.append(index)
+        if not self.conf.keep_last:
+            return
+        if before:
+            self._tail = number < len(before) and len(set(before[number:])) <= self.conf.keep_last
+        else:
+            self._tail = index >= self._first_kept
 
     def _leaves(self, tensor: Tensor) -> bool:
         """Whether a tensor that is being saved goes to the host."""

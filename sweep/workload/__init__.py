@@ -14,6 +14,7 @@ from sweep.workload.build import (
     build_scheduler,
     build_workload,
     find_blocks,
+    patterns_of,
     map_batch,
     to_device,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "build_scheduler",
     "build_workload",
     "find_blocks",
+    "patterns_of",
     "map_batch",
     "to_device",
 ]

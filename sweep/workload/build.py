@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -364,6 +364,11 @@ def find_blocks(model: nn.Module, pattern: str | None = None) -> list[Block]:
             if len(run) >= 2 and len(run) > len(best):
                 best = [Block(f"{name}.{child}" if name else child, m) for child, m in run]
     return best
+
+
+def patterns_of(names: Iterable[str]) -> list[str]:
+    """Names of modules with their numbers as `*`, each once: ["layers.0", "layers.1"] -> ["layers.*"]."""
+    return list(dict.fromkeys(re.sub(r"(?<![^._])\d+(?=[._]|$)", "*", name) for name in names))
 
 
 def _runs(children: list[tuple[str, nn.Module]]) -> Iterator[list[tuple[str, nn.Module]]]:
