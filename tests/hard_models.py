@@ -262,7 +262,7 @@ class EncoderDecoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.decoder = nn.ModuleDict({"layers": nn.ModuleList(nn.Bilinear(W, W, W) for _ in range(2))})
+        self.decoder = nn.ModuleDict({"layers": nn.ModuleList(Crossed() for _ in range(2))})
         self.encoder = nn.ModuleDict({"layers": nn.ModuleList(body() for _ in range(3))})
 
     def forward(self, x: Tensor) -> Tensor:
@@ -270,8 +270,17 @@ class EncoderDecoder(nn.Module):
         for layer in self.encoder["layers"]:
             memory = layer(memory)
         for layer in self.decoder["layers"]:
-            x = x + layer(x, memory)
+            x = layer(x, memory)
         return x
+
+
+class Crossed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.gate = body(), nn.Linear(W, W)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return self.body(x) * self.gate(memory).sigmoid()
 
 
 class Mixture(nn.Module):

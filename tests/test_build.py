@@ -61,18 +61,51 @@ def test_every_small_workload_has_four_blocks(workload: str) -> None:
     assert all(w.model.get_submodule(b.name) is b.module for b in w.blocks)
 
 
-def test_the_longest_list_of_like_modules_is_found() -> None:
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+
+
+def numbered(prefix: str, count: int) -> list[str]:
+    return [f"{prefix}{i}" for i in range(count)]
+
+
+def test_all_lists_of_like_modules_are_found_the_outermost_of_each() -> None:
+    """Encoders before decoders; experts, heads and single operators are no blocks; tiny lists are left out."""
+    expert = lambda: nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 4))
+    routed = lambda: Net(attn=layer(), norm=nn.LayerNorm(4), experts=nn.ModuleList(expert() for _ in range(8)))
+    heads = nn.ModuleList(Net(query=nn.Linear(4, 4), key=nn.Linear(4, 4)) for _ in range(6))
     model = Net(
         stem=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
-        encoder=Net(layers=nn.ModuleList(Net(body=layer(), heads=nn.ModuleList([layer()])) for _ in range(5))),
-        decoder=Net(layers=nn.ModuleList(layer() for _ in range(3))),
+        decoder=Net(layers=nn.ModuleList(Net(heads=heads, out=nn.Linear(400, 4)) for _ in range(3))),
+        tiny=nn.ModuleList(layer() for _ in range(9)),
+        encoder=Net(layers=nn.ModuleList(routed() for _ in range(5))),
     )
-    assert names(model) == [f"encoder.layers.{i}" for i in range(5)]
+    assert names(model) == numbered("encoder.layers.", 5) + numbered("decoder.layers.", 3)
 
 
-def test_of_equally_long_lists_the_first_and_outermost_is_taken() -> None:
-    inner = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3)]
-    assert names(Net(a=nn.ModuleList(inner), b=nn.ModuleList(layer() for _ in range(3)))) == ["a.0", "a.1", "a.2"]
+def test_the_blocks_of_all_stages_are_found() -> None:
+    """Stages as modules of their own, as lists, and as numbered attributes; one of them has a single block."""
+    stage = lambda depth: Net(blocks=nn.Sequential(*(normed() for _ in range(depth))), down=nn.Linear(4, 4))
+    expected = [f"s.{i}.blocks.{j}" for i, depth in enumerate((2, 1, 3)) for j in range(depth)]
+    assert names(Net(s=nn.ModuleList(map(stage, (2, 1, 3))))) == expected
+    sequences = {f"layer{i + 1}": nn.Sequential(*(normed() for _ in range(2))) for i in range(3)}
+    assert names(Net(stem=nn.Linear(4, 4), **sequences)) == [f"layer{i + 1}.{j}" for i in range(3) for j in range(2)]
+
+
+def test_a_way_down_and_up_is_found_whole() -> None:
+    """The lists of a U-Net hold modules of their own kinds; attributes may be numbered instead."""
+    kind = lambda name: type(name, (Net,), {})
+    down, up = kind("Down"), kind("Up")
+    of = lambda cls: [cls(conv=nn.Conv2d(8, 8, 3), norm=nn.GroupNorm(2, 8)) for _ in range(3)]
+    lists = Net(up=nn.ModuleList(of(up)), down=nn.ModuleList(of(down)), mid=nn.ModuleList(of(Net)))
+    assert names(lists) == numbered("down.", 3) + numbered("mid.", 3) + numbered("up.", 3)
+    attributes = Net(**dict(zip(numbered("down", 3), of(down))), **dict(zip(numbered("up", 3), of(up))))
+    assert names(attributes) == numbered("down", 3) + numbered("up", 3)
+
+
+def test_one_block_that_is_used_again_and_again_is_found() -> None:
+    groups = nn.ModuleList([Net(layers=nn.ModuleList([normed()]))])
+    assert names(Net(tokens=nn.Embedding(100, 4), groups=groups, head=nn.Linear(4, 2))) == ["groups.0"]
 
 
 def test_blocks_between_other_modules_of_a_sequential() -> None:
@@ -90,14 +123,14 @@ def test_modules_without_parameters_are_no_blocks() -> None:
 def test_lists_of_lists_are_looked_into_and_are_no_blocks_themselves() -> None:
     """A ModuleList is never called: replacing its forward would do nothing, in silence."""
     stages = nn.ModuleList(nn.ModuleList(layer() for _ in range(2)) for _ in range(4))
-    assert names(Net(stages=stages)) == ["stages.0.0", "stages.0.1"]
-    named = nn.ModuleList(nn.ModuleDict({"attn": layer()}) for _ in range(4))
-    assert names(Net(stages=named)) == []
+    assert names(Net(stages=stages)) == [f"stages.{i}.{j}" for i in range(4) for j in range(2)]
+    named = nn.ModuleList(nn.ModuleDict({"attn": layer(), "norm": nn.LayerNorm(4)}) for _ in range(4))
+    assert names(Net(stages=named)) == [f"stages.{i}.attn" for i in range(4)]
 
 
 def test_one_module_used_several_times_is_one() -> None:
-    shared = layer()
-    assert names(Net(layers=nn.ModuleList([shared] * 6))) == []
+    shared = normed()
+    assert names(Net(layers=nn.ModuleList([shared] * 6))) == ["layers.0"]
     both = nn.ModuleList([shared, layer(), shared, layer()])
     assert names(Net(layers=both)) == ["layers.0", "layers.1", "layers.3"]
 

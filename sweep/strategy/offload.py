@@ -56,14 +56,14 @@ def check(conf: OffloadConf, blocks: list[Block]) -> None:
             "the model has no repeated blocks",
             "name them with workload.blocks, or use placement=all with keep_last=0",
         )
-    if conf.keep_last and conf.keep_last >= count:
+    if conf.keep_last and conf.keep_last >= count and count != 1:  # a single block runs several times
         raise BadInput(
             "strategy.offload.keep_last",
             conf.keep_last,
             f"keeps every one of the {count} blocks on the device",
             f"give 0 to {count - 1}",
         )
-    if conf.placement is Placement.blocks and not chosen_blocks(conf, count):
+    if conf.placement is Placement.blocks and not chosen_blocks(conf, count) and count != 1:
         raise BadInput(
             "strategy.offload.blocks",
             conf.blocks,
@@ -117,8 +117,7 @@ class Offload:
         self._chosen = _picked(conf, len(blocks)) if blocks else set()
         self._first_kept = len(blocks) - conf.keep_last
         self.called: set[int] = set()  # indices of the blocks that have run with gradients
-        self._calls: list[int] = []  # the same in order, in this forward
-        self._calls_before: list[int] = []  # in the last forward that came to its end
+        self._calls = self._calls_before = 0  # of blocks, in this forward and in the last one that came to its end
         self._copier: Copier = copier_for(device, pin=conf.pin_memory)
         self._resident: set[int] = set()  # storages of parameters and buffers
         self._inside: list[int] = []  # indices of the blocks that are running
@@ -142,7 +141,7 @@ class Offload:
     def around_forward(self) -> Iterator[None]:
         tensors = [t for module in self.stays for t in (*module.parameters(), *module.buffers())]
         self._resident = {t.untyped_storage()._cdata for t in tensors}
-        self._tail, self._calls = False, []
+        self._tail, self._calls = False, 0
         self._inside.clear()  # an error in an earlier forward may have left entries
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
@@ -170,18 +169,18 @@ class Offload:
         return wrap
 
     def _begins(self, index: int) -> None:
-        """Note a block's call, and whether it belongs to the tail: the last calls, of `keep_last` different blocks.
+        """Note a block's call, and whether it belongs to the tail: the last `keep_last` calls.
 
         Which are the last is known from the forward before; in the first one by the blocks' order, and anew whenever
         the blocks in front run again.
         """
-        before, number = self._calls_before, len(self._calls)
+        before, number = self._calls_before, self._calls
         self.called.add(index)
-        self._calls.append(index)
+        self._calls += 1
         if not self.conf.keep_last:
             return
         if before:
-            self._tail = number < len(before) and len(set(before[number:])) <= self.conf.keep_last
+            self._tail = before - self.conf.keep_last <= number < before
         else:
             self._tail = index >= self._first_kept
 

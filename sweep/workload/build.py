@@ -164,7 +164,7 @@ def build_data(conf: WorkloadConf) -> DataSource:
 
 def build_model(conf: WorkloadConf, device: torch.device | None = None) -> nn.Module:
     """The model in training mode, its weights a function of the seed. None: on the current default device."""
-    _import_targets(conf.model)
+    _import_targets([conf.model, conf.loss])  # the loss is built next, and may have parameters
     seed_everything(conf.seed)
     model = _instantiate("workload.model", conf.model)
     if not isinstance(model, nn.Module):
@@ -187,8 +187,6 @@ def build_outline(conf: WorkloadConf) -> nn.Module:
 
 def build_loss(conf: WorkloadConf) -> Loss:
     """The loss. A callable without `count` is taken to return the mean over the samples that it was given."""
-    _import_targets(conf.loss)
-    seed_everything(conf.seed)  # for losses that have parameters
     loss = _plain_function(conf.loss) or _instantiate("workload.loss", conf.loss)
     if not callable(loss):
         raise BadInput("workload.loss._target_", conf.loss["_target_"], "is not callable", "name a function or class")
@@ -344,46 +342,142 @@ def build_scheduler(
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
-def find_blocks(model: nn.Module, pattern: str | None = None) -> list[Block]:
-    """The model's blocks: the modules that `pattern` names, or the longest ModuleList or Sequential of like modules.
+def find_blocks(model: nn.Module, pattern: str | Iterable[str] | None = None) -> list[Block]:
+    """The model's blocks, in the order in which they run as far as the structure tells.
 
-    A pattern is a qualified module name in which `*` stands for anything within one level, such as "layers.*".
+    pattern: qualified module names in which `*` stands for anything within one level, such as "layers.*"; several are
+        a list, or separated by commas. None: all lists of like modules, the outermost ones; of stages, which are lists
+        of lists, the inner ones. Experts, heads and other parts of a block are no blocks.
+
     Returns [] where nothing is found by itself; raises BadInput for a pattern that matches nothing.
     """
     if pattern is not None:
-        depth = pattern.count(".")
-        names = [n for n, _ in model.named_modules() if n.count(".") == depth and fnmatchcase(n, pattern)]
-        if not names:
-            known = ", ".join(sorted({re.sub(r"\.\d+(?=\.|$)", ".*", n) for n, _ in model.named_modules() if n})[:8])
-            raise BadInput("workload.blocks", pattern, "matches no module", f"give a pattern such as one of: {known}")
-        return [Block(n, model.get_submodule(n)) for n in names]
-    best: list[Block] = []
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.ModuleList, nn.Sequential)):
-            run = max(_runs(list(module.named_children())), key=len, default=[])
-            if len(run) >= 2 and len(run) > len(best):
-                best = [Block(f"{name}.{child}" if name else child, m) for child, m in run]
-    return best
+        patterns = pattern.split(",") if isinstance(pattern, str) else list(pattern)
+        return _each_block_once(b for p in patterns for b in _matching(model, p.strip()))
+    lists = [group for group in _lists_of_blocks(model, "") if group]
+    real = [group for group in lists if not all(_is_operator(b.module) for b in group)]
+    lists = real or lists or _one_for_all(model)
+    sizes = [sum(_size(b.module) for b in group) for group in lists]
+    worth = [group for group, size in zip(lists, sizes, strict=True) if size >= WORTH * max(sizes)]
+    # Decoders and the way up run last, in whatever order they are registered.
+    worth.sort(key=lambda group: bool(_LATE.search(group[0].name)))
+    return _each_block_once(b for group in worth for b in group)
+
+
+#: Lists of blocks with a smaller share of the largest one's parameters are left out.
+WORTH = 0.02
+#: Lists whose members run side by side.
+_PARTS = re.compile("expert|head|branch|adapter|lora", re.IGNORECASE)
+_LATE = re.compile(r"(^|\.)(dec|up)", re.IGNORECASE)
+
+
+def _matching(model: nn.Module, pattern: str) -> list[Block]:
+    depth = pattern.count(".")
+    found = [Block(n, m) for n, m in model.named_modules() if n.count(".") == depth and fnmatchcase(n, pattern)]
+    if not found:
+        known = ", ".join([n for n in patterns_of(n for n, _ in model.named_modules()) if n][:8])
+        raise BadInput("workload.blocks", pattern, "matches no module", f"give a pattern such as one of: {known}")
+    return found
+
+
+def _each_block_once(blocks: Iterable[Block]) -> list[Block]:
+    found: dict[nn.Module, Block] = {}
+    for block in blocks:
+        found.setdefault(block.module, block)
+    return list(found.values())
+
+
+def _one_for_all(model: nn.Module) -> list[list[Block]]:
+    """The largest list of one module: it runs again and again, as in ALBERT."""
+    lists = [(n, m) for n, m in model.named_modules() if type(m) is nn.ModuleList and len(set(m)) == 1]
+    found = [Block(f"{n}.0", m[0]) for n, m in lists if not _is_list(m[0]) and _is_compound(m[0])]
+    return [[max(found, key=lambda b: _size(b.module))]] if found else []
+
+
+def _lists_of_blocks(module: nn.Module, name: str, *, numbered: bool = True) -> Iterator[list[Block]]:
+    """The lists of blocks in a module, not looking inside of blocks. All blocks of the stages of one list are one."""
+    taken: set[str] = set()
+    for run in _runs(module, name, numbered=numbered):
+        taken |= {b.name for b in run}
+        yield _blocks_of_stages(run) or run
+    for child_name, child in module.named_children():
+        full = f"{name}.{child_name}" if name else child_name
+        if full not in taken:
+            yield from _lists_of_blocks(child, full, numbered=numbered)
+
+
+def _blocks_of_stages(run: list[Block]) -> list[Block]:
+    """The blocks inside of the run's members, where these are stages; []: they are blocks themselves."""
+    inside = [_blocks_of_stage(member) for member in run]
+    kinds = {type(b.module) for blocks in inside for b in blocks}
+    for index, member in enumerate(run):
+        if not inside[index]:  # a stage may have a single block, which is no list by itself
+            inside[index] = [
+                Block(".".join(filter(None, (member.name, n, "0"))), m[0])
+                for n, m in member.module.named_modules()
+                if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) == 1 and type(m[0]) in kinds
+            ][:1]
+    if 2 * sum(map(bool, inside)) < len(run):
+        return []
+    whole = [[] if _is_list(member.module) else [member] for member in run]
+    return [b for blocks, member in zip(inside, whole, strict=True) for b in blocks or member]
+
+
+def _blocks_of_stage(member: Block) -> list[Block]:
+    whole = _size(member.module)
+    if _is_list(member.module):  # it is never called itself
+        found = [b for group in _lists_of_blocks(member.module, member.name) for b in group]
+        children = [Block(f"{member.name}.{n}", m) for n, m in member.module.named_children() if _size(m)]
+        return found or [b for b in children if not _is_list(b.module) and not _is_operator(b.module)]
+    groups = list(_lists_of_blocks(member.module, member.name, numbered=False))
+    groups = [g for g in groups if not all(_is_operator(b.module) for b in g)]
+    groups = [g for g in groups if not _PARTS.search(g[0].name[len(member.name) :])]
+    found = [b for group in groups for b in group]
+    share = sum(_size(b.module) for b in found) / whole
+    normed = all(any("norm" in type(m).__name__.lower() for m in b.module.modules()) for b in found)
+    compound = all(_is_compound(b.module) for b in found)
+    return found if share >= 0.5 and compound and (normed or share == 1) else []
+
+
+def _runs(module: nn.Module, name: str, *, numbered: bool) -> Iterator[list[Block]]:
+    """Runs of at least two like neighbours that have parameters: in a list, or as numbered attributes."""
+    listed, run, stems = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)), list[Block](), ""
+    for child_name, child in [*module.named_children(), ("", None)]:
+        stem = "" if listed else re.sub(r"\d+$", "", child_name)
+        fits = child is not None and _size(child) > 0
+        fits = fits and (listed or (numbered and stem != child_name and not _is_operator(cast(nn.Module, child))))
+        if run and not (fits and type(child) is type(run[-1].module) and stem == stems):
+            if len(run) > 1:
+                yield run
+            run = []
+        if fits and child is not None:
+            run.append(Block(f"{name}.{child_name}" if name else child_name, child))
+            stems = stem
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Whether it has no forward that one could replace."""
+    return type(module) in (nn.ModuleList, nn.ModuleDict)
+
+
+def _is_operator(module: nn.Module) -> bool:
+    """One of torch's layers that are a single operator, such as Linear."""
+    plain = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
+    return plain and not isinstance(module, nn.RNNBase)
+
+
+def _is_compound(module: nn.Module) -> bool:
+    """Whether it has more than one weight: a convolution with its norm is no block."""
+    return sum(p.dim() > 1 for p in module.parameters()) > 1
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
 
 
 def patterns_of(names: Iterable[str]) -> list[str]:
     """Names of modules with their numbers as `*`, each once: ["layers.0", "layers.1"] -> ["layers.*"]."""
     return list(dict.fromkeys(re.sub(r"(?<![^._])\d+(?=[._]|$)", "*", name) for name in names))
-
-
-def _runs(children: list[tuple[str, nn.Module]]) -> Iterator[list[tuple[str, nn.Module]]]:
-    """Maximal runs of neighbours of the same class that have parameters."""
-    run: list[tuple[str, nn.Module]] = []
-    for name, module in children:
-        if run and type(module) is not type(run[-1][1]):
-            yield run
-            run = []
-        # A list of modules has no forward that one could replace; its own children are looked at in their turn.
-        is_list = type(module) in (nn.ModuleList, nn.ModuleDict)
-        if not is_list and next(module.parameters(), None) is not None:
-            run.append((name, module))
-    if run:
-        yield run
 
 
 def map_batch(change: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
