@@ -14,8 +14,8 @@ from sweep.workload.build import (
     build_scheduler,
     build_workload,
     find_blocks,
-    patterns_of,
     map_batch,
+    patterns_of,
     to_device,
 )
 
@@ -33,7 +33,7 @@ __all__ = [
     "build_scheduler",
     "build_workload",
     "find_blocks",
-    "patterns_of",
     "map_batch",
+    "patterns_of",
     "to_device",
 ]
