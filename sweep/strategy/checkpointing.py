@@ -242,7 +242,7 @@ def _segment(group: list[Block], phases: Phases, done: Recomputed) -> list[tuple
     return [(group[0].module, whole), *((block.module, hand_on) for block in group[1:])]
 
 
-#: Results of kept operators, in order, with the random state after those that draw. None: it has been used.
+#: Results of kept operators, in order, with the random state after those that draw. None: used, or written to.
 Results = dict[Any, list[tuple[Any, list[torch.Tensor]] | None]]
 
 
@@ -256,6 +256,7 @@ class _Keeping(TorchDispatchMode):
     def __init__(self, kept: frozenset[Any], results: Results) -> None:
         super().__init__()
         self.kept, self.results = kept, results
+        self._places: dict[int, tuple[Any, int]] = {}  # of the results, by storage
 
     def keeps(self, func: Any, args: Any) -> bool:
         # Whether autocast casts a weight here depends on who has used it before, so casts of weights are not kept.
@@ -265,8 +266,26 @@ class _Keeping(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if self.keeps(func, args):
             draws = torch.Tag.nondeterministic_seeded in func.tags
+            place = func, len(self.results[func])
             self.results[func].append((tree_map(_Kept, out), _random_states(out) if draws else []))
+            self._places |= dict.fromkeys(_storages(out), place)
+        elif func._schema.is_mutable and self._places:
+            self._forget_written(func, args, kwargs or {})
         return out
+
+    def _forget_written(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Drop the results that `func` has written to. Versions do not tell: a matmul's result is handed on as another
+        tensor on the same memory, with a counter of its own, so that `scores += bias` changes what is kept unseen."""
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for storage in _storages(args[index] if index < len(args) else kwargs.get(argument.name)):
+                    if storage in self._places:
+                        kept, position = self._places.pop(storage)
+                        self.results[kept][position] = None
+
+
+def _storages(value: Any) -> list[int]:
+    return [t.untyped_storage()._cdata for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
 
 
 class _Reusing(_Keeping):
