@@ -165,7 +165,7 @@ class Verification:
     cause: str = ""  # code of what makes it differ, where that is known: see sweep.verify.Cause
     where: str = ""  # what the cause names: a module, a parameter, an attribute
     steps: int = 1  # optimizer steps compared
-    compared_share: float | None = None  # share of the trained parameters whose gradients were evidence: finite, not zero
+    compared_share: float | None = None  # of the parameters: those with a finite gradient that is not zero
     mode: str = "full"  # "full" | "quick" (one step, as the workload is)
     seconds: float = 0.0  # what verifying took, without what is shared with other strategies
 

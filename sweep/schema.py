@@ -198,8 +198,8 @@ class MeasureConf:
     drift: bool = True  # with interleave: repeat the baseline at the end
     seeds: int = 1  # repeats differ in their seed, this many in turn: workload.seed, workload.seed + 1, ...
     eval_batches: int = 2  # held-out batches, before and after
-    verify: bool = True  # compare with the baseline before measuring
-    verify_steps: int = 1  # optimizer steps compared
+    verify: Any = True  # compare with the baseline before measuring: true | false | quick (one step)
+    verify_steps: int = 2  # optimizer steps compared, at least
     ledger: bool = True  # CPU: the memory pass (peaks are unknown without it); CUDA: the explanation
     isolate: Isolate = Isolate.auto
     timeout_s: float = 1800.0  # per trial with its first run, and per later run

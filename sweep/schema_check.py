@@ -62,6 +62,8 @@ def check(config: Config) -> None:
     _at_least("measure.repeats", m.repeats, 1)
     _at_least("measure.seeds", m.seeds, 1)
     _at_least("measure.eval_batches", m.eval_batches, 0)
+    if m.verify not in (True, False, "quick"):
+        raise BadInput("measure.verify", m.verify, "is no way to verify", "give true, false or quick")
     _at_least("measure.verify_steps", m.verify_steps, 1)
     _above_zero("measure.timeout_s", m.timeout_s)
     _check_search(config.search, w.global_batch_size)

@@ -1,12 +1,21 @@
 """Does a strategy compute what the baseline computes? Checked before anything is measured.
 
-Both start from the same seed and see the same batches. Compared: loss, outputs, every parameter's gradient, the
-gradients at the block inputs, buffers, the random state after the step, and the numbers of optimizer and scheduler
-steps.
+Two questions, each with runs of its own from the same seed on the same batches:
+
+- Checkpointing and offload run the same kernels on the same shapes as plain training with the same micro-batches, so
+  everything must be equal to the last bit, in the workload's own number format and with all its randomness. Where it is
+  not, it may be by other kernels (offload that gives back other strides): then the same in float64 decides.
+- Micro-batches add up in another order, and draw other random numbers. So they are compared with the undivided batch in
+  float64 (float32 where the model cannot), every draw fixed (sweep.verify_draws), on up to 8 samples of each batch.
+
+Compared are losses, gradients, outputs and the gradients at the block inputs of every step, and after the last one
+parameters, buffers, what modules keep as plain attributes, the optimizer's state and settings, the random state and the
+numbers of updates. Two steps are the least: the first one sees no state that was changed before. Where fewer than
+nearly all parameters had a finite gradient that is not zero, stepping goes on a little; zero against zero is no
+evidence, and too little evidence is `not_verified`, never equal.
 
 The relative error of a tensor is ||a - b|| / max(||b||, FLOOR * ||all tensors of its kind||): tensors whose true value
-is zero (the gradient of an attention's key bias, say) hold rounding noise only and must not decide. Infinities and NaNs
-(a mask's -inf, an overflow before the scaler has settled) must be the same in both and are left out of the norms.
+is zero (the gradient of an attention's key bias, say) hold rounding noise only and must not decide.
 """
 
 from __future__ import annotations
@@ -15,97 +24,366 @@ import copy
 import gc
 import json
 import math
+import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
 
-from sweep.outcomes import is_out_of_memory
-from sweep.results import MIB, Verification
-from sweep.schema import Config, Dtype, Granularity, StrategyConf, WorkloadConf, plain
+from sweep.errors import NotEquivalent
+from sweep.outcomes import NotFinite, is_out_of_memory, one_line
+from sweep.results import Verification
+from sweep.schema import Config, Dtype, Granularity, Placement, StrategyConf, WorkloadConf, plain
 from sweep.strategy import micro_batch_size
-from sweep.verify_run import NoDropout, Record, run_and_record
-from sweep.workload import DataSource, build_outline
+from sweep.verify_run import (
+    How,
+    Kept,
+    Overflow,
+    Record,
+    first_that_mixes,
+    plain_surroundings,
+    run_and_record,
+    same,
+)
+from sweep.workload import DataSource, build_loss
+from sweep.workload.build import MeanOverSamples
 
-__all__ = ["FLOOR", "TOLERANCE", "NoDropout", "Record", "judge", "verify"]
-
-#: Largest relative error allowed. fp32: sums in another order. 16-bit: a few units of the last place (2**-8 for bf16,
-#: 2**-11 for fp16), since micro-batches round each partial gradient.
-TOLERANCE = {Dtype.fp32: 1e-4, Dtype.amp_bf16: 3e-2, Dtype.bf16: 3e-2, Dtype.amp_fp16: 1e-2}
+#: Largest relative error of micro-batches, in float64 or float32. In float64 right ones are off by less than a
+#: thousandth of it; kernels and models that compute in float32 inside come closer.
+TOLERANCE = 1e-4
+#: Of the same kernels on the same shapes in float64, where the workload's own format was not equal to the last bit.
+SAME_KERNELS = 1e-6
+#: What the workload's own format may differ by then: a few units of the last place (2**-8 for bf16, 2**-11 for fp16).
+ROUNDING = {Dtype.fp32: 1e-4, Dtype.amp_bf16: 3e-2, Dtype.bf16: 3e-2, Dtype.amp_fp16: 1e-2}
+#: Of how far each parameter has moved. In float32 an update by Adam turns noise into steps of full size.
+MOVED, MOVED_FLOAT32 = 3e-3, 0.3
 FLOOR = 1e-3
+#: Gradients below this share of all are noise, whose updates say nothing.
+NOISE_GRADIENT = 1e-5
+#: Share of the parameters that has to be evidence.
+ENOUGH = 0.9
+#: Steps beyond `measure.verify_steps` that are gone for more evidence.
+MORE_STEPS = 2
+#: Samples of each batch on which micro-batches are compared.
+SAMPLES = 8
+
+#: Scales of the gradient scaler that are tried until no step is skipped.
+SCALES = (2.0**12, 2.0**6, 1.0)
+
+
+@dataclass
+class Differences:
+    """What two records differ in."""
+
+    errors: dict[str, tuple[float, str]]  # by kind: the largest relative error and where it is
+    counts: list[str] = field(default_factory=list)  # numbers of updates, settings, random states: in words
+    rng_equal: bool | None = None
+
+    @property
+    def none(self) -> bool:
+        return not self.counts and not any(error for error, _ in self.errors.values())
+
+    def within(self, tolerance: float, moved: float) -> bool:
+        return not self.counts and not self.beyond(tolerance, moved)
+
+    def beyond(self, tolerance: float, moved: float) -> dict[str, tuple[float, str]]:
+        return {k: e for k, e in self.errors.items() if not e[0] <= (moved if k == "parameters" else tolerance)}
+
+    def words(self, tolerance: float = 0.0, moved: float = 0.0) -> str:
+        found = [
+            f"{kind} differ by {error:.2g}" + (f", most at {where}" if where else "")
+            for kind, (error, where) in self.beyond(tolerance, moved).items()
+        ]
+        return "; ".join(found + self.counts)
 
 
 def verify(config: Config, device: torch.device, data: DataSource, capacity_mib: float | None = None) -> Verification:
-    """Compare `config.strategy` with the baseline on `device`; on fewer blocks and a smaller batch where it must be."""
-    too_large = _gradients_do_not_fit(config, device, capacity_mib)
-    if not too_large:
-        try:
-            return _compare(config, device, data, reduced=False)
-        except Exception as error:
-            if not is_out_of_memory(error):
+    """Compare `config.strategy` with the baseline on `device`; on a smaller batch or fewer blocks where it must be.
+
+    capacity_mib: not used to cut anything: what does not fit raises, and is tried smaller.
+
+    Raises:
+        NotFinite: the baseline's own loss is no number.
+    """
+    started = time.perf_counter()
+    strategy, batch = config.strategy, config.workload.global_batch_size
+    hooks = strategy.checkpoint.granularity is not Granularity.none or strategy.offload.placement is not Placement.none
+    found = []
+    with plain_surroundings(device):
+        comparison = _Comparison(config, device, data)
+        if hooks:
+            found.append(comparison.fitting(comparison.same_kernels))
+        if micro_batch_size(strategy, batch) < batch and all(v.passed for v in found):
+            found.append(comparison.fitting(comparison.micro_batches))
+    result = _joined(found) if found else Verification(passed=True, tolerance=0.0, bit_equal=True, status="equal")
+    if device.type == "cuda":
+        result.notes.append("compared with TF32 off")
+    result.mode = "quick" if config.measure.verify == "quick" else "full"
+    result.seconds = time.perf_counter() - started - comparison.shared_s
+    return result
+
+
+def _joined(found: list[Verification]) -> Verification:
+    """Both questions' answers as one: what went wrong, else the larger errors and the smaller share."""
+    result = next((v for v in found if not v.passed), found[-1])
+    for other in found:
+        if other is result:
+            continue
+        result.notes += [n for n in other.notes if n not in result.notes]
+        if result.passed:
+            for name in (
+                "max_rel_err", "loss_rel_err", "output_rel_err", "grad_rel_err", "block_input_grad_rel_err",
+                "buffer_rel_err",
+            ):  # fmt: skip
+                known = [v for v in (getattr(result, name), getattr(other, name)) if v is not None]
+                setattr(result, name, max(known) if known else None)
+            shares = [v.compared_share for v in found if v.compared_share is not None]
+            result.compared_share = min(shares) if shares else None
+            result.rng_equal = other.rng_equal if result.rng_equal is None else result.rng_equal
+    return result
+
+
+#: What was computed already, by everything that it depends on: shared by the strategies of a comparison.
+_records: OrderedDict[str, Record | None] = OrderedDict()
+KEPT_RECORDS = 8
+
+
+class _Comparison:
+    """The runs of one strategy's verification."""
+
+    def __init__(self, config: Config, device: torch.device, data: DataSource) -> None:
+        self.config, self.device, self.data = config, device, data
+        quick = config.measure.verify == "quick"
+        self.steps = 1 if quick else config.measure.verify_steps
+        self.most_steps = self.steps if quick else self.steps + MORE_STEPS
+        self.shared_s = 0.0  # seconds that went into what other strategies use, too
+
+    def fitting(self, compare: Callable[[WorkloadConf, StrategyConf, How, str], Verification]) -> Verification:
+        """`compare` on the whole batch; where that is too much memory on four samples, then on few blocks, too."""
+        w, s = self.config.workload, self.config.strategy
+        how = How(self.steps, self.most_steps)
+        small, small_s = _fewer_samples(w, s)
+        few, blocks = _fewer_blocks(small_s)
+        samples = small.global_batch_size
+        attempts = [
+            (w, s, how, "full"),
+            (small, small_s, how, f"reduced: {samples} samples"),
+            (small, few, replace(how, blocks_kept=blocks), f"reduced: at most {blocks} blocks, {samples} samples"),
+        ]
+        reason = ""
+        for number, (conf, strategy, h, scope) in enumerate(attempts):
+            try:
+                return compare(conf, strategy, h, scope)
+            except NotFinite:
                 raise
-        # Outside of the handler: the traceback held the failed attempt's tensors.
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return _compare(config, device, data, reduced=True)
+            except Exception as error:
+                # A model that cannot be cut is not verified, which is no fault of the strategy's.
+                if not is_out_of_memory(error) and number < 2:
+                    raise
+                reason = one_line(error)
+            gc.collect()  # outside of the handler: the traceback held the failed attempt's tensors
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+        return Verification(
+            passed=False, tolerance=0.0, status="not_verified", scope=scope, cause="does_not_fit",
+            reason=f"not even {scope.removeprefix('reduced: ')} could be compared: {reason}",
+        )  # fmt: skip
+
+    # -- the same kernels on the same shapes -------------------------------------------------------------------------
+
+    def same_kernels(self, conf: WorkloadConf, strategy: StrategyConf, how: How, scope: str) -> Verification:
+        plainly = StrategyConf(name="baseline", micro_batch_size=strategy.micro_batch_size)
+        how, expected = self._settled(conf, plainly, strategy, how)
+        try:
+            actual = self._run(conf, strategy, strategy, how, expected)
+        except CheckpointError as error:  # recomputation saw other tensors than forward: something has changed between
+            return self._different(one_line(error), scope, "state", "", expected)
+        except NotEquivalent as error:
+            return self._different(str(error), scope, "unknown", "", expected)
+        found = differences(expected, actual)
+        result = _verification(found, expected, scope, 0.0)
+        if found.none:
+            return _with_evidence(result, expected)
+        repeated = self._shared(conf, plainly, strategy, how, "again")
+        if differences(repeated, actual).none:  # the first run of all met something once: an import that draws numbers
+            result = _verification(differences(repeated, actual), repeated, scope, 0.0)
+            return _with_evidence(result, repeated)
+        itself = differences(expected, repeated)
+        rounding = ROUNDING[conf.dtype]
+        if not itself.none:  # kernels that add in no fixed order, or a model that draws from elsewhere
+            noise = max(error for error, _ in itself.errors.values())
+            if found.counts == itself.counts and noise <= rounding and found.within(4 * noise, math.inf):
+                result.notes.append(f"the baseline itself differs by {noise:.1g} from run to run")
+                return _with_evidence(result, expected)
+            if noise > rounding or itself.counts:
+                return _not_comparable(result, "baseline_does_not_repeat", itself.words())
+        if not how.double and found.within(rounding, math.inf) and scope == "full":
+            wide = self._in_double(conf, strategy, how, scope)
+            if wide is not None and wide.passed:
+                result.notes.append(f"not equal to the last bit; in float64 within {SAME_KERNELS:g}")
+                return _with_evidence(result, expected)
+        cause, where = self._cause_of_kernels(found, expected, actual)
+        return _refused(result, found.words(), cause, where)
+
+    def _in_double(self, conf: WorkloadConf, strategy: StrategyConf, how: How, scope: str) -> Verification | None:
+        """The same comparison in float64, where rounding is far below any mistake. None: the model cannot."""
+        how = replace(how, double=True)
+        plainly = StrategyConf(name="baseline", micro_batch_size=strategy.micro_batch_size)
+        try:
+            expected = self._shared(conf, plainly, strategy, how)
+            actual = self._run(conf, strategy, strategy, how, expected)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return None
+        found = differences(expected, actual)
+        result = _verification(found, expected, scope, SAME_KERNELS)
+        result.passed = found.within(SAME_KERNELS, SAME_KERNELS)
+        return result
+
+    def _cause_of_kernels(self, found: Differences, expected: Record, actual: Record) -> tuple[str, str]:
+        state = _moved_state(found, expected)
+        if state:
+            return "state", state
+        if found.rng_equal is False:
+            return "random", ""
+        return "unknown", ""
+
+    # -- micro-batches against the whole batch -----------------------------------------------------------------------
+
+    def micro_batches(self, conf: WorkloadConf, strategy: StrategyConf, how: How, scope: str) -> Verification:
+        total = min(how.samples or conf.global_batch_size, SAMPLES)
+        part = _part_of(strategy, conf.global_batch_size, total)
+        whole, parts = StrategyConf(name="baseline"), StrategyConf(name="micro_batch", micro_batch_size=part)
+        how = replace(how, samples=total, fixed_draws=True, double=True)
+        try:
+            expected = self._shared(conf, whole, whole, how)
+            actual = self._shared(conf, parts, whole, how, against=expected)
+        except Exception as error:
+            if is_out_of_memory(error) or isinstance(error, NotFinite):
+                raise
+            how = replace(how, double=False)  # the model has numbers of its own format in it
+            conf = replace(conf, dtype=Dtype.fp32)
+            expected = self._shared(conf, whole, whole, how)
+            actual = self._shared(conf, parts, whole, how, against=expected)
+        moved = MOVED if how.double else MOVED_FLOAT32
+        found = differences(expected, actual, exact=False)
+        result = _verification(found, expected, scope, TOLERANCE)
+        result.dropout = "off"
+        result.notes.append("compared with random draws fixed: micro-batches draw others than the whole batch")
+        if found.within(TOLERANCE, moved):
+            return _with_evidence(result, expected)
+        words = found.words(TOLERANCE, moved)
+        unfixed = expected.unfixed | actual.unfixed
+        if unfixed:
+            return _not_comparable(result, "random", words, ", ".join(sorted(unfixed)))
+        itself = differences(expected, self._shared(conf, whole, whole, how, "again"), exact=False)
+        if not itself.within(TOLERANCE, moved):
+            return _not_comparable(result, "baseline_does_not_repeat", itself.words(TOLERANCE, moved))
+        cause, where = self._cause_of_parts(conf, how, part, found, expected, actual)
+        return _refused(result, words, cause, where)
+
+    def _cause_of_parts(
+        self, conf: WorkloadConf, how: How, part: int, found: Differences, expected: Record, actual: Record
+    ) -> tuple[str, str]:
+        state = _moved_state(found, expected)
+        at_first, _ = _largest_error(_of_first_step(expected.grads), _of_first_step(actual.grads))
+        if state and at_first <= TOLERANCE:
+            return "state", state
+        try:
+            mixing = first_that_mixes(conf, self.device, self.data, how, part)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return ("state", state) if state else ("unknown", "")
+        if mixing is not None:
+            return "batch_statistics", mixing
+        if state:
+            return "state", state
+        if isinstance(build_loss(conf), MeanOverSamples) or found.errors["loss"][0] > TOLERANCE:
+            return "loss_is_no_mean_over_samples", conf.loss.get("_target_", "")
+        return "unknown", ""
+
+    # -- runs --------------------------------------------------------------------------------------------------------
+
+    def _settled(
+        self, conf: WorkloadConf, strategy: StrategyConf, watched: StrategyConf, how: How
+    ) -> tuple[How, Record]:
+        """The reference under the first of SCALES that skips no step, and that scale."""
+        for scale in SCALES:
+            how = replace(how, scale=scale)
+            try:
+                return how, self._shared(conf, strategy, watched, how)
+            except Overflow:
+                continue
+        raise NotFinite("the baseline's gradients are not finite, whatever the gradient scaler's scale")
+
+    def _shared(
+        self, conf: WorkloadConf, strategy: StrategyConf, watched: StrategyConf, how: How, again: str = "",
+        against: Record | None = None,
+    ) -> Record:  # fmt: skip
+        """A run that other strategies are compared with as well; made once."""
+        c = watched.checkpoint
+        stride = c.segment_size if c.granularity is Granularity.segments else 1
+        key = json.dumps(
+            [plain(conf), micro_batch_size(strategy, conf.global_batch_size), str(self.device), self.data.version,
+             asdict(how), stride, again, against is None],
+            sort_keys=True,
+        )  # fmt: skip
+        if key in _records:
+            _records.move_to_end(key)
+            record = _records[key]
+            if record is None:
+                raise RuntimeError("this run is known to fail")
+            return record
+        started = time.perf_counter()
+        record = None
+        try:
+            record = run_and_record(conf, strategy, watched, self.device, self.data, how, against)
+        except Overflow:
+            raise
+        except RuntimeError as error:
+            if how.double and not is_out_of_memory(error):
+                _records[key] = None  # a model that has no float64 is not asked again
+            raise
+        while len(_records) >= KEPT_RECORDS:
+            _records.popitem(last=False)
+        _records[key] = record
+        self.shared_s += time.perf_counter() - started
+        return record
+
+    def _run(
+        self, conf: WorkloadConf, strategy: StrategyConf, watched: StrategyConf, how: How, expected: Record
+    ) -> Record:
+        return run_and_record(conf, strategy, watched, self.device, self.data, how, expected)
+
+    def _different(self, reason: str, scope: str, cause: str, where: str, expected: Record) -> Verification:
+        return Verification(
+            passed=False, tolerance=0.0, status="not_equal", cause=cause, where=where, reason=reason, scope=scope,
+            steps=expected.steps, compared_share=expected.share,
+        )  # fmt: skip
 
 
-def _gradients_do_not_fit(config: Config, device: torch.device, capacity_mib: float | None) -> bool:
-    """Whether parameters and two copies of the gradients exceed the device."""
-    if capacity_mib is None:
-        return False
-    size = sum(p.numel() * p.element_size() for p in build_outline(config.workload).parameters())
-    return 3 * size > capacity_mib * MIB
+# -- smaller ---------------------------------------------------------------------------------------------------------
 
 
-def _compare(config: Config, device: torch.device, data: DataSource, *, reduced: bool) -> Verification:
-    steps = config.measure.verify_steps
-    strategy, workload_conf = config.strategy, config.workload
-    accumulates = micro_batch_size(strategy, workload_conf.global_batch_size) < workload_conf.global_batch_size
-    scope, blocks_kept = "full", None
-    if reduced:
-        workload_conf, strategy, blocks_kept = _reduce(workload_conf, strategy)
-    baseline = StrategyConf(name="baseline")
-
-    def run(s: StrategyConf) -> Record:
-        return run_and_record(
-            workload_conf, s, strategy, device, data, steps, dropout=not accumulates, blocks_kept=blocks_kept
-        )
-
-    c = strategy.checkpoint
-    watched = c.segment_size if c.granularity is Granularity.segments else 1
-    key = [plain(workload_conf), str(device), data.version, steps, accumulates, blocks_kept, watched]
-    expected = _reference(json.dumps(key, sort_keys=True), lambda: run(baseline))
-    actual = run(strategy)
-    if reduced:
-        scope = f"reduced: at most {blocks_kept} blocks, {workload_conf.global_batch_size} samples"
-    return judge(expected, actual, TOLERANCE[workload_conf.dtype], dropout=not accumulates, steps=steps, scope=scope)
-
-
-#: What the baseline computed, by everything that it depends on. A sweep in one process compares all its trials with two
-#: of them: one with dropout on, one with dropout off.
-_references: OrderedDict[str, Record] = OrderedDict()
-KEPT_REFERENCES = 2
-
-
-def _reference(key: str, compute: Callable[[], Record]) -> Record:
-    if key not in _references:
-        record = compute()
-        while len(_references) >= KEPT_REFERENCES:
-            _references.popitem(last=False)
-        _references[key] = record
-    return _references[key]
-
-
-def _reduce(workload: WorkloadConf, strategy: StrategyConf) -> tuple[WorkloadConf, StrategyConf, int]:
-    """Few blocks of the same model, four samples in as many micro-batches as the strategy would make, at most 4."""
+def _fewer_samples(workload: WorkloadConf, strategy: StrategyConf) -> tuple[WorkloadConf, StrategyConf]:
+    """Four samples, in as many micro-batches as the strategy would make, at most 4."""
     workload, strategy = copy.deepcopy(workload), copy.deepcopy(strategy)
     samples = min(4, workload.global_batch_size)
     if strategy.micro_batch_size is not None:
         strategy.micro_batch_size = max(1, strategy.micro_batch_size * samples // workload.global_batch_size)
     workload.global_batch_size = samples
+    strategy.offload.min_tensor_kib = 0.0
+    return workload, strategy
+
+
+def _fewer_blocks(strategy: StrategyConf) -> tuple[StrategyConf, int]:
+    """As few blocks as the strategy's layout needs."""
+    strategy = copy.deepcopy(strategy)
     c, o = strategy.checkpoint, strategy.offload
     blocks = max(2, o.keep_last + 1, c.every_k + 1 if c.every_k > 1 else 1, c.segment_size)
     if c.granularity is Granularity.segments:
@@ -114,75 +392,129 @@ def _reduce(workload: WorkloadConf, strategy: StrategyConf) -> tuple[WorkloadCon
         o.blocks = "first:1"
     elif o.blocks and o.blocks.startswith("first:"):
         o.blocks = f"first:{min(int(o.blocks[6:]), blocks - o.keep_last)}"
-    o.min_tensor_kib = 0.0
-    return workload, strategy, blocks
+    return strategy, blocks
 
 
-def judge(
-    expected: Record, actual: Record, tolerance: float, *, dropout: bool = True, steps: int = 1, scope: str = "full"
-) -> Verification:
-    """Compare two records of `steps` optimizer steps."""
-    loss = max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(actual.loss, expected.loss, strict=True))
-    found = {
-        "loss": (loss, ""),
-        "outputs": _largest_error(expected.outputs, actual.outputs),
+def _part_of(strategy: StrategyConf, batch: int, samples: int) -> int:
+    """The micro-batch size among `samples` that splits them as the strategy splits the batch; uneven if it is."""
+    size = micro_batch_size(strategy, batch)
+    part = min(max(1, round(size * samples / batch)), samples - 1)
+    if batch % size and samples % part == 0:
+        part = next((p for p in range(part, samples) if samples % p), part)
+    return part
+
+
+# -- comparing -------------------------------------------------------------------------------------------------------
+
+
+def differences(expected: Record, actual: Record, *, exact: bool = True) -> Differences:
+    """What `actual` differs in. exact: the same kernels on the same shapes; else micro-batches, in float64."""
+    pairs = zip(actual.loss, expected.loss, strict=True)
+    errors = {
+        "loss": (max((abs(a - b) / max(abs(b), 1e-12) for a, b in pairs), default=0.0), ""),
         "gradients": _largest_error(expected.grads, actual.grads),
-        "gradients at the block inputs": _largest_error(expected.block_inputs, actual.block_inputs),
-        "buffers": _largest_error(expected.buffers, actual.buffers),
     }
-    errors = {name: error for name, (error, _) in found.items()}
-    rng_equal = all(map(torch.equal, expected.rng, actual.rng)) if dropout else None
-    wrong = [
-        f"{name} differ by {error:.2g}" + (f", most at {where}" if where else "")
-        for name, (error, where) in found.items()
-        if not error <= tolerance
-    ]
-    if rng_equal is False:
-        wrong.append("the random state after the step differs")
+    errors = {k: (e if math.isfinite(e) else math.inf, w) for k, (e, w) in errors.items()}
+    if exact:
+        errors["outputs"] = _largest_error(expected.outputs, actual.outputs)
+        errors["gradients at the block inputs"] = _largest_error(expected.block_inputs, actual.block_inputs)
+        errors["parameters"] = _largest_error(expected.parameters, actual.parameters)
+    else:
+        noise = _without_gradient(expected)
+        errors["parameters"] = _largest_error(_movement(expected, noise), _movement(actual, noise))
+    states = [_largest_error(v, actual.optimizer.get(k, {})) for k, v in expected.optimizer.items()]
+    errors["optimizer's state"] = max(states, key=lambda e: e[0], default=(0.0, ""))
+    errors["buffers"] = _state_error(expected, actual, exact, buffers=True)
+    errors["attributes"] = _state_error(expected, actual, exact, buffers=False)
+    counts = []
+    if expected.optimizer.keys() != actual.optimizer.keys():
+        counts.append("the optimizer keeps another kind of state")
     if actual.updates != expected.updates:
-        wrong.append(f"{actual.updates} optimizer steps instead of {expected.updates}")
+        counts.append(f"{actual.updates} optimizer steps instead of {expected.updates}")
     if actual.scheduler_steps != expected.scheduler_steps:
-        wrong.append(f"{actual.scheduler_steps} scheduler steps instead of {expected.scheduler_steps}")
-    finite = [e for e in errors.values() if math.isfinite(e)]
-    reason = "; ".join(wrong)
-    if wrong and actual.batch_dependent and not dropout:
-        reason += f"; {actual.batch_dependent[0]} computes its result from the whole batch, so micro-batches change it"
-    return Verification(
-        passed=not wrong,
-        tolerance=tolerance,
-        max_rel_err=max(errors.values()) if len(finite) == len(errors) else None,
-        loss_rel_err=errors["loss"],
-        output_rel_err=errors["outputs"],
-        grad_rel_err=errors["gradients"],
-        grad_worst=found["gradients"][1],
-        block_input_grad_rel_err=errors["gradients at the block inputs"],
-        buffer_rel_err=errors["buffers"],
-        rng_equal=rng_equal,
-        updates_expected=expected.updates,
-        updates=actual.updates,
-        bit_equal=not wrong and not any(errors.values()),
-        dropout="on" if dropout else "off",
-        scope=scope,
-        reason=reason,
-        notes=[] if dropout else ["compared with dropout off: micro-batches draw other masks than the whole batch"],
-    )
+        counts.append(f"{actual.scheduler_steps} scheduler steps instead of {expected.scheduler_steps}")
+    for a, b in zip(actual.settings, expected.settings):
+        counts += [f"the optimizer's {k} is {a.get(k)} instead of {b[k]}" for k in b if not same(a.get(k), b[k])]
+    rng_equal = None
+    if exact:
+        wrong = [name for name, state in expected.rng.items() if actual.rng.get(name) != state]
+        rng_equal = not wrong
+        if wrong:
+            counts.append(f"the random state after the steps differs ({', '.join(wrong)})")
+    return Differences(errors, counts, rng_equal)
 
 
-def _largest_error(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> tuple[float, str]:
+def _of_first_step(kept: dict[str, Kept]) -> dict[str, Kept]:
+    return {name: k for name, k in kept.items() if " in step " not in name}
+
+
+def _without_gradient(record: Record) -> set[str]:
+    """Trained parameters whose gradients are rounding noise, beside all others."""
+    sizes = {name: _norm(_finite(kept.values)) for name, kept in record.grads.items()}
+    total = math.sqrt(sum(v * v for v in sizes.values()))
+    largest: dict[str, float] = {}
+    for name, size in sizes.items():
+        own = name.partition(" in step ")[0]
+        largest[own] = max(largest.get(own, 0.0), size)
+    return {name for name, size in largest.items() if size < NOISE_GRADIENT * total}
+
+
+def _movement(record: Record, without: set[str]) -> dict[str, Kept]:
+    return {
+        name: Kept(_finite(kept.values) - _finite(record.before[name].values))
+        for name, kept in record.parameters.items()
+        if name not in without and name in record.before and kept.values.shape == record.before[name].values.shape
+    }
+
+
+def _state_error(expected: Record, actual: Record, exact: bool, *, buffers: bool) -> tuple[float, str]:
+    """The largest error of buffers or of plain attributes, of those that a forward moves on."""
+    own, other = (expected.buffers, actual.buffers) if buffers else (expected.attributes, actual.attributes)
+    moving = expected.moving or frozenset()
+    names: Iterable[str] = own.keys() | other.keys()
+    if not (buffers and exact):
+        # What a forward leaves behind of its batch alone differs by the batch, and no forward depends on it.
+        names = [n for n in names if n in moving or (n in other and n not in own)]
+    tensors: tuple[dict[str, Kept], dict[str, Kept]] = {}, {}
+    for name in sorted(names):
+        a, b = own.get(name), other.get(name)
+        if isinstance(a, Kept) and isinstance(b, Kept):
+            tensors[0][name], tensors[1][name] = a, b
+        elif not same(a, b) and not _close(a, b, exact):
+            return math.inf, name
+    return _largest_error(*tensors)
+
+
+def _close(a: object, b: object, exact: bool) -> bool:
+    return not exact and isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=TOLERANCE)
+
+
+def _moved_state(found: Differences, expected: Record) -> str:
+    """The name of what forward moves and differs, "" where nothing does."""
+    for kind in ("buffers", "attributes", "parameters"):
+        error, where = found.errors[kind]
+        if error > 0 and where and where.partition(" in step ")[0] in (expected.moving or ()):
+            return where
+    return ""
+
+
+def _largest_error(expected: dict[str, Kept], actual: dict[str, Kept]) -> tuple[float, str]:
     """The largest relative error and where it is. Infinite where a tensor is missing, misshapen or not a number."""
     if expected.keys() != actual.keys():
         return math.inf, ", ".join(sorted(expected.keys() ^ actual.keys())[:3])
-    norms = {n: _norm(_finite(t)) for n, t in expected.items()}
-    floor = FLOOR * math.sqrt(sum(v * v for v in norms.values()))
+    different = [n for n, kept in expected.items() if not kept.same(actual[n])]
+    if not different:
+        return 0.0, ""
+    floor = FLOOR * math.sqrt(sum(_norm(_finite(kept.values)) ** 2 for kept in expected.values()))
     largest, where = 0.0, ""
-    for name, reference in expected.items():
-        other = actual[name]
-        if other.shape != reference.shape:
+    for name in different:
+        a, b = actual[name].values, expected[name].values
+        if a.shape != b.shape or not _same_specials(a, b):
             return math.inf, name
-        if not _same_specials(other, reference):
-            return math.inf, name
-        difference = 0.0 if torch.equal(other, reference) else _norm(_finite(other) - _finite(reference))
-        error = difference / max(norms[name], floor) if difference else 0.0
+        difference = _norm(_finite(a) - _finite(b))
+        scale = max(_norm(_finite(b)), floor)
+        # A checksum tells of a difference between the elements that were kept: small, and there.
+        error = max(difference / scale if scale else math.inf * difference, 1e-16)
         if not math.isfinite(error):
             return math.inf, name
         if error > largest:
@@ -206,3 +538,57 @@ def _same_specials(a: Tensor, b: Tensor) -> bool:
     if not torch.equal(special, ~b.isfinite()):
         return False
     return not special.any() or torch.allclose(a[special], b[special], equal_nan=True)
+
+
+# -- what is said of it ----------------------------------------------------------------------------------------------
+
+
+def _verification(found: Differences, expected: Record, scope: str, tolerance: float) -> Verification:
+    errors = {name: error for name, (error, _) in found.errors.items()}
+    finite = [e for e in errors.values() if math.isfinite(e)]
+    return Verification(
+        passed=True,
+        tolerance=tolerance,
+        max_rel_err=max(errors.values()) if len(finite) == len(errors) else None,
+        loss_rel_err=errors["loss"],
+        output_rel_err=errors.get("outputs"),
+        grad_rel_err=errors["gradients"],
+        grad_worst=found.errors["gradients"][1],
+        block_input_grad_rel_err=errors.get("gradients at the block inputs"),
+        buffer_rel_err=errors["buffers"],
+        rng_equal=found.rng_equal,
+        updates_expected=expected.steps,
+        updates=expected.updates,
+        bit_equal=found.none,
+        scope=scope,
+        status="equal",
+        steps=expected.steps,
+        compared_share=expected.share,
+    )
+
+
+def _with_evidence(result: Verification, expected: Record) -> Verification:
+    """Equal, unless what was compared is too little to say so."""
+    if expected.share < ENOUGH:
+        result.passed, result.status, result.cause = False, "not_verified", "too_little_evidence"
+        result.bit_equal = False
+        result.reason = (
+            f"after {expected.steps} steps only {expected.share:.0%} of the parameters had a finite gradient "
+            "that is not zero; the rest was not compared"
+        )
+    return result
+
+
+def _refused(result: Verification, reason: str, cause: str, where: str) -> Verification:
+    result.passed, result.bit_equal, result.status = False, False, "not_equal"
+    result.cause, result.where = cause, where
+    result.reason = reason
+    return result
+
+
+def _not_comparable(result: Verification, cause: str, reason: str, where: str = "") -> Verification:
+    result = _refused(result, reason, cause, where)
+    result.status = "not_comparable"
+    return result
+
+

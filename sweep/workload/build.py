@@ -190,7 +190,7 @@ def build_loss(conf: WorkloadConf) -> Loss:
     loss = _plain_function(conf.loss) or _instantiate("workload.loss", conf.loss)
     if not callable(loss):
         raise BadInput("workload.loss._target_", conf.loss["_target_"], "is not callable", "name a function or class")
-    return cast(Loss, loss) if hasattr(loss, "count") else _MeanOverSamples(loss)
+    return cast(Loss, loss) if hasattr(loss, "count") else MeanOverSamples(loss)
 
 
 def _plain_function(node: dict[str, Any]) -> Callable[[nn.Module, Batch], Tensor] | None:
@@ -205,7 +205,7 @@ def _plain_function(node: dict[str, Any]) -> Callable[[nn.Module, Batch], Tensor
     return found if sum(p.default is p.empty for p in takes) == 2 else None
 
 
-class _MeanOverSamples:
+class MeanOverSamples:
     """Adapts `f(model, batch) -> mean over the samples`."""
 
     def __init__(self, mean: Callable[[nn.Module, Batch], Tensor]) -> None:
@@ -223,7 +223,7 @@ def _loss_state(loss: Loss, conf: WorkloadConf) -> nn.Module | None:
 
     Raises BadInput for state that cannot be reached by a device, an optimizer or a new trial.
     """
-    of: Any = loss.mean if isinstance(loss, _MeanOverSamples) else loss
+    of: Any = loss.mean if isinstance(loss, MeanOverSamples) else loss
     if isinstance(of, nn.Module):
         return of
     held = nn.Module()
