@@ -410,11 +410,11 @@ def _part_of(strategy: StrategyConf, batch: int, samples: int) -> int:
 def differences(expected: Record, actual: Record, *, exact: bool = True) -> Differences:
     """What `actual` differs in. exact: the same kernels on the same shapes; else micro-batches, in float64."""
     pairs = zip(actual.loss, expected.loss, strict=True)
+    losses = [abs(a - b) / max(abs(b), 1e-12) for a, b in pairs]
     errors = {
-        "loss": (max((abs(a - b) / max(abs(b), 1e-12) for a, b in pairs), default=0.0), ""),
+        "loss": (max((e if math.isfinite(e) else math.inf for e in losses), default=0.0), ""),
         "gradients": _largest_error(expected.grads, actual.grads),
     }
-    errors = {k: (e if math.isfinite(e) else math.inf, w) for k, (e, w) in errors.items()}
     if exact:
         errors["outputs"] = _largest_error(expected.outputs, actual.outputs)
         errors["gradients at the block inputs"] = _largest_error(expected.block_inputs, actual.block_inputs)

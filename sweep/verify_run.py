@@ -433,6 +433,10 @@ def _same_draws(
     restore(before)
 
 
+def _note_call(calls: list[Any], _: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    calls.append(([t for _, t in _tensors((args, kwargs))], [t for _, t in _tensors(out)]))
+
+
 def first_that_mixes(
     conf: WorkloadConf, device: torch.device, data: DataSource, how: How, part: int
 ) -> str | None:
@@ -442,31 +446,18 @@ def first_that_mixes(
     differ already are not to blame.
     """
     calls: list[dict[str, list[tuple[list[Tensor], list[Tensor]]]]] = []
-    workload = _built(conf, device, data, how)
-    whole = _batch(workload, 0, how)
     with _default_dtype(torch.float64 if how.double else torch.get_default_dtype()), torch.no_grad():
-        state = {n: b.clone() for n, b in workload.named_buffers()}
-        for batch in (whole, next(split(whole, part))):
-            for n, b in workload.named_buffers():
-                if n in state and b.shape == state[n].shape:
-                    b.copy_(state[n])
+        for size in (None, part):
+            workload = _built(conf, device, data, how)  # anew: a forward may move its state
+            batch = next(split(_batch(workload, 0, how), size))
             seen: dict[str, list[tuple[list[Tensor], list[Tensor]]]] = defaultdict(list)
             calls.append(seen)
-            handles = [
-                module.register_forward_hook(
-                    lambda _, args, kwargs, out, name=name, seen=seen: seen[name].append(  # type: ignore[misc]
-                        ([t for _, t in _tensors((args, kwargs))], [t for _, t in _tensors(out)])
-                    ),
-                    with_kwargs=True,
-                )
-                for name, module in workload.model.named_modules()
-                if name
-            ]
+            for name, module in workload.model.named_modules():
+                if name:
+                    module.register_forward_hook(partial(_note_call, seen[name]), with_kwargs=True)
             seed_everything(conf.seed)
             with FixedDraws(), workload.autocast():
                 workload.loss(workload.model, to_device(batch, device))
-            for handle in handles:
-                handle.remove()
     samples = how.samples or conf.global_batch_size
     for name, of_whole in calls[0].items():
         for (given, got), (given_part, got_part) in zip(of_whole, calls[1].get(name, [])):

@@ -1,4 +1,4 @@
-"""What all tests share: one thread, the same random state at the start of each, and nothing kept from another."""
+"""What all tests share: one thread, and the same random state at the start of each."""
 
 from __future__ import annotations
 
@@ -20,11 +20,3 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 @pytest.fixture(autouse=True)
 def _same_random_state() -> None:
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def _no_reference_of_another_test() -> None:
-    """Verification keeps what the baseline computed; a test that breaks the step must not meet another's."""
-    from sweep.verify import _references
-
-    _references.clear()
