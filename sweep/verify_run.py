@@ -433,8 +433,8 @@ def _same_draws(
     restore(before)
 
 
-def _note_call(calls: list[Any], _: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-    calls.append(([t for _, t in _tensors((args, kwargs))], [t for _, t in _tensors(out)]))
+def _note_call(calls: dict[str, list[Any]], name: str, _: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    calls[name].append(([t for _, t in _tensors((args, kwargs))], [t for _, t in _tensors(out)]))
 
 
 def first_that_mixes(
@@ -454,7 +454,7 @@ def first_that_mixes(
             calls.append(seen)
             for name, module in workload.model.named_modules():
                 if name:
-                    module.register_forward_hook(partial(_note_call, seen[name]), with_kwargs=True)
+                    module.register_forward_hook(partial(_note_call, seen, name), with_kwargs=True)
             seed_everything(conf.seed)
             with FixedDraws(), workload.autocast():
                 workload.loss(workload.model, to_device(batch, device))
