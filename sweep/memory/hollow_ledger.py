@@ -7,7 +7,8 @@ call and for every look at a tensor's device.
 Small tensors whose values are known (`torch.tensor(0.0)`, `torch.arange(n)`: an optimizer's step counters, a gradient
 scaler's scale, position numbers) stay real, and operators on them alone are computed, so that their values can be read.
 Every other look at a value raises CannotPredict, with one exception: a number that an optimizer computes of its
-tensors, such as the norm that Adafactor reads or that gradients are clipped by, is taken to be 1; no shape depends on it.
+tensors, such as the norm that Adafactor reads or that gradients are clipped by, is taken to be 1, since no shape
+depends on it.
 """
 
 from __future__ import annotations
