@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ class HollowRun:
     """The steps, and what they left behind. Raises CannotPredict where a value would be needed."""
 
     def __init__(self, config: Config, device: DeviceConf, on_cuda: bool) -> None:
-        self.config, self.on_cuda = config, on_cuda
+        self.config, self.device, self.on_cuda = config, device, on_cuda
         self.capability = _capability(device) if on_cuda else (0, 0)
         if len(_results[on_cuda]) > KEPT_RESULTS:
             _results[on_cuda].clear()
@@ -79,7 +79,7 @@ class HollowRun:
 
     def _go(self, data: DataSource, steps: int, what: str, eval_batches: int) -> None:
         conf, ledger, phases = self.config.workload, self.ledger, Phases()
-        workload = _hollow_workload(conf, data)
+        workload = _hollow_workload(conf, data, self.device if self.on_cuda else None)
         batches = [_hollow_batch(workload, step) for step in range(steps)]
         with ExitStack() as stack:
             if self.on_cuda:
@@ -169,12 +169,18 @@ class _KnownCount:
 # -- the workload, without memory -----------------------------------------------------------------------------------
 
 
-def _hollow_workload(conf: WorkloadConf, data: DataSource) -> Workload:
-    """The workload on hollow tensors. Its model is kept and used again: a step changes nothing in it."""
-    key = json.dumps(plain(dataclasses.replace(conf, global_batch_size=1)), sort_keys=True)
+def _hollow_workload(conf: WorkloadConf, data: DataSource, device: DeviceConf | None) -> Workload:
+    """The workload on hollow tensors. Its model is kept and used again: a step changes nothing in it.
+
+    device: that is emulated where it is CUDA's, since a model may ask for it as it is made.
+    """
+    asked = [plain(dataclasses.replace(conf, global_batch_size=1)), None if device is None else plain(device)]
+    key = json.dumps(asked, sort_keys=True)
     kept = _workloads.pop(key, None)
     if kept is None:
-        with HollowLedger(known=_results[False]):
+        ledger = HollowLedger(known=_results[False])
+        told = nullcontext() if device is None else CudaAnswers(device, _capability(device), ledger).installed()
+        with ledger, told:
             kept = build_workload(conf, CPU, data)
         for _, module in kept.modules_with_state():
             _refuse_compiled(module)

@@ -236,9 +236,13 @@ def loss_with_global(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 class AsksForTheDevice(nn.Module):
     """Takes a fused path where it is on CUDA. `asks`: how it finds out; "yes" and "no": without asking."""
 
+    scale: Tensor
+
     def __init__(self, asks: str, width: int = 16) -> None:
         super().__init__()
         self.asks = asks
+        self.found = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.register_buffer("scale", torch.ones(width, device=self.found))
         self.embed = nn.Embedding(32, width)
         self.layers = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(3))
         self.head = nn.Linear(width, 32)
@@ -251,11 +255,12 @@ class AsksForTheDevice(nn.Module):
             "available": torch.cuda.is_available,
             "weight": lambda: str(self.head.weight.device).startswith("cuda"),
             "synchronize": lambda: torch.cuda.synchronize() is None,
+            "at first": lambda: self.found.type == "cuda" and torch.zeros(1, device=self.found).is_cuda,
             "yes": lambda: True,
             "no": lambda: False,
         }[self.asks]()
         for layer in self.layers:
             q, k, v = layer(x).chunk(3, -1)
             a = F.scaled_dot_product_attention(q, k, v) if fused else (q @ k.mT).softmax(-1) @ v
-            x = x + a
+            x = x + a * self.scale
         return self.head(x[:, 0])

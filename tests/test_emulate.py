@@ -550,9 +550,9 @@ def predicted_for(device: str, asks: str) -> Prediction:
 def test_a_model_takes_the_branch_of_the_device_that_is_predicted_for() -> None:
     fused, plain = (predicted_for("a100_80gb", asks).peak.mib for asks in ("yes", "no"))
     assert fused < plain - 1
-    for asks in ("is_cuda", "type", "available", "weight", "synchronize"):
+    for asks in ("is_cuda", "type", "available", "weight", "synchronize", "at first"):
         assert predicted_for("a100_80gb", asks).peak.mib == fused, asks
-    for asks in ("is_cuda", "type", "weight"):
+    for asks in ("is_cuda", "type", "weight", "at first"):
         assert predicted_for("cpu", asks).peak.mib == predicted_for("cpu", "no").peak.mib, asks
 
 

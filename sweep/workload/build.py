@@ -17,7 +17,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_class, get_object, instantiate
 from torch import Tensor, nn
 
-from sweep.errors import BadInput
+from sweep.errors import BadInput, CannotPredict
 from sweep.schema import Dtype, Implementation, OptimizerName, Scheduler, WorkloadConf
 from sweep.workload.randomness import seed_everything
 
@@ -516,7 +516,7 @@ def _instantiate(key: str, node: dict[str, Any]) -> Any:
     except InstantiationException as error:
         cause: BaseException | None = error
         while cause is not None:
-            if isinstance(cause, BadInput):
+            if isinstance(cause, (BadInput, CannotPredict)):
                 raise cause from None
             if isinstance(cause, ModuleNotFoundError) or "Error locating target" in str(error):
                 raise BadInput(f"{key}._target_", target, _locating(error), "check the import path") from error
