@@ -170,8 +170,6 @@ def single_line(result: TrialResult) -> str:
         room = "" if p.headroom_mib is None else f" by {mib(abs(p.headroom_mib))}"
         fits = ("should fit" if p.caveats else "fits") if p.fits else f"{'short' if short else 'does not fit'}"
         parts += [f"allocated {mib(p.allocated_mib)}", f"reserved {mib(p.reserved_mib)}", f"{fits}{room}"]
-        if p.caveats and p.fits:
-            parts[-1] += f" ({'; '.join(p.caveats)})"
         if p.peak_phase:
             parts.append(f"peak in {p.peak_phase} {p.peak_operator}".rstrip())
     if d is not None:

@@ -270,8 +270,8 @@ def check_known(config: Config, model: nn.Module) -> None:
     model: the workload's outline. Raises NotOnDevice for a number format that the device has not, NotEquivalent for
     micro-batches of a model that computes over the whole batch.
     """
-    w = config.workload
-    if w.dtype in (Dtype.bf16, Dtype.amp_bf16) and not has_bf16(config.device):
+    w, known = config.workload, config.device.type != "cuda" or config.device.compute_capability is not None
+    if w.dtype in (Dtype.bf16, Dtype.amp_bf16) and known and not has_bf16(config.device):
         raise NotOnDevice(f"workload.dtype={w.dtype.name}: {config.device.name} has no bfloat16; use fp32 or amp_fp16")
     if micro_batch_size(config.strategy, w.global_batch_size) < w.global_batch_size:
         found = over_the_batch(model.train())  # as it is trained: what keeps its norms frozen says so itself

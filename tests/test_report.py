@@ -323,7 +323,7 @@ def test_what_peaks_rest_on_is_told_once_below_the_table_in_every_form(tmp_path:
         assert "100.0 MiB (micro_batch)" in text
         assert "encoder.layers." in text and "31 % of the baseline" in text and "WARNING" in text
     assert section.data()["block_share"] == 0.31
-    assert "should fit by" in single_line(results[1]) and "(not counted: workspaces)" in single_line(results[1])
+    assert "should fit by" in single_line(results[1])
     # Of measured trials they are the predictions' alone.
     measured = sweep_of_six("measured")
     measured[1].prediction = prediction(120.0, caveats=["not counted: workspaces"])
