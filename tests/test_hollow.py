@@ -209,6 +209,27 @@ def test_a_large_lstms_workspace_follows_from_a_small_ones(monkeypatch: pytest.M
         lstm_events(HollowLedger(), hollow((6, 100, 32), torch.float32))
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("lengths", [[5, 3, 3, 1], [1, 5, 3, 3]])
+def test_packed_sequences_take_what_they_take(kind: type[nn.RNNBase], lengths: list[int]) -> None:
+    def events(ledger: Ledger, inputs: Tensor) -> list[tuple[str, int, str]]:
+        with HollowLedger() if is_hollow(inputs) else Ledger():
+            model = kind(32, 16, batch_first=True)
+        with ledger:
+            packed = nn.utils.rnn.pack_padded_sequence(inputs, lengths, batch_first=True, enforce_sorted=False)
+            padded, found = nn.utils.rnn.pad_packed_sequence(model(packed)[0], batch_first=True)
+            assert padded.shape == (4, 5, 16) and found.shape == (4,)
+            padded.sum().backward()
+        return [(e.kind, e.bytes, e.operator) for e in ledger.events]
+
+    assert events(HollowLedger(), hollow((4, 5, 32), torch.float32)) == events(Ledger(), torch.randn(4, 5, 32))
+
+
+def test_sequences_of_unknown_lengths_are_refused() -> None:
+    with HollowLedger(), pytest.raises(CannotPredict, match="needs the sequences' lengths"):
+        nn.utils.rnn.pack_padded_sequence(hollow((4, 5, 32), torch.float32), hollow((4,), torch.int64))
+
+
 # -- optimizers -------------------------------------------------------------------------------------------------------
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {

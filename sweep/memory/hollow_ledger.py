@@ -30,6 +30,7 @@ from sweep.memory.hollow import CPU, hollow, is_hollow, make
 from sweep.memory.hollow_forms import Form, Forms, Result, key_of, results_of, shapes_of
 from sweep.memory.host import host
 from sweep.memory.ledger import Ledger
+from sweep.memory.ledger_log import round_up
 from sweep.memory.ledger_ops import Effect, Op, describe
 from sweep.memory.ledger_watch import Workspace
 from sweep.results import Category, Phase
@@ -40,6 +41,8 @@ KNOWN_NAMESPACES = {"aten", "prim", "prims", "profiler"}
 REAL_INTEGERS, REAL_FLOATS = 65536, 256
 #: Operators that give a value to Python.
 READS = {"aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::is_nonzero", "aten::allclose"}
+EMPTY = torch.ops.aten.empty.memory_format
+PACK = torch.ops.aten._pack_padded_sequence.default
 #: Gradients are taken to be finite: a scaler's check leaves its flag as it is.
 FINITE_CHECK = "aten._amp_foreach_non_finite_check_and_unscale_"
 
@@ -122,12 +125,16 @@ class HollowLedger(Ledger):
                 return self._computed(op, func, args, kwargs)
             except (NotImplementedError, RuntimeError):
                 pass  # an operator that only CUDA has: its result has no values
+        if func is PACK:
+            return self._packed(op, *args)
         key = key_of(func, args, kwargs)
         form = self._known.get(key)
         if form is None:
             form = self._known[key] = self._ask(op, func, args, kwargs)
         if op.known and _is_small(form.shape, form.dtype):
             return self._computed(op, func, args, kwargs)
+        if func is EMPTY and form.dtype is torch.int64 and _is_small(form.shape, form.dtype):
+            return self._writable(form, op.name)
         if op.flops is not None:
             self._count_flops(op, key, args, kwargs, form)
         if op.workspace is not None:
@@ -135,6 +142,27 @@ class HollowLedger(Ledger):
         if self._phase == Phase.optimizer and isinstance(form, Result) and form.shape == ():
             return self._one(form.dtype, op.name)
         return self._new(form, op.name) if op.effect is Effect.one_new else self._made(form, op.name, [])
+
+    def _packed(self, op: Op, padded: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+        """Sequences one after the other, and how many there are at each step, as a tensor with memory gives it."""
+        if not self._all_real([lengths], {}):
+            raise CannotPredict(f"{op.name} needs the sequences' lengths, which are not there{self._where()}")
+        one, sizes = PACK(torch.zeros(*padded.shape[:2], 1), lengths, batch_first)
+        shape = (len(one), *padded.shape[2:])
+        nbytes = math.prod(shape) * padded.element_size()
+        like = torch.empty(shape, device="meta").stride()
+        data = self._new(Result(nbytes, round_up(nbytes), shape, like, padded.dtype, 0), op.name)
+        self._keep_real(sizes)
+        if self.sides:
+            return data, sizes  # on the host
+        self._see(sizes, op.name)
+        return data, sizes
+
+    def _writable(self, form: Result, operator: str) -> Tensor:
+        """With memory, since torch writes lengths and the like into it without an operator; without known values."""
+        tensor = torch.empty_strided(form.shape, form.stride, dtype=form.dtype)
+        self._see(tensor, operator)
+        return tensor
 
     def _one(self, dtype: torch.dtype, operator: str) -> Tensor:
         number = torch.ones((), dtype=dtype)

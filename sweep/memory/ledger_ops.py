@@ -34,7 +34,7 @@ class Op:
 
 
 #: Their schemas promise a new tensor, but the result shares the argument's storage.
-_VIEWS = {"aten::_unsafe_view", "aten::lift"}
+_VIEWS = {"aten::_unsafe_view", "aten::lift", "aten::unsafe_split", "aten::unsafe_split_with_sizes"}
 #: Factories whose values follow from their arguments.
 _KNOWN_VALUES = {
     f"aten::{name}"
