@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sweep.checks import UNDECIDED
 from sweep.findings import Drift
 from sweep.report_blocks import USEFUL, Answer, Block, Picture, Points
 from sweep.report_data import Section
@@ -116,10 +117,11 @@ def equality_words(section: Section) -> str:
     checked = [r for r in section.candidates if r.verified is not None]
     if not checked:
         return "0 trials were verified against the baseline"
-    bad = [r.name for r in checked if not r.verified]
+    unknown = [r.name for r in checked if r.verified_status in UNDECIDED]
+    bad = [r.name for r in checked if not r.verified and r.name not in unknown]
     worst = max((r.grad_rel_err for r in checked if r.grad_rel_err is not None and r.verified), default=None)
     allowed = max((r.tolerance for r in checked if r.tolerance is not None), default=None)
-    of = f"{len(checked) - len(bad)} of {count(len(checked), 'trial')}"
+    of = f"{len(checked) - len(bad) - len(unknown)} of {count(len(checked), 'trial')}"
     words = (
         f"loss, gradients, buffers and updates of {of} equal the baseline's; "
         f"largest relative error of a gradient {error(worst)} (allowed {error(allowed)})"
@@ -129,4 +131,5 @@ def equality_words(section: Section) -> str:
         if row.verified_how:
             how.setdefault(row.verified_how, []).append(row.name)
     words += "".join(f"; compared: {said}: {', '.join(names)}" for said, names in how.items())
+    words += f"; not known: {', '.join(unknown)}" if unknown else ""
     return words + (f"; not equal: {', '.join(bad)}" if bad else "")
