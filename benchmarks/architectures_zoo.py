@@ -465,8 +465,6 @@ ZOO: dict[str, Architecture] = {
             "masked", _SUM,
         ),
         quick=True,
-        # One block that runs three times: there is none left to keep on the device.
-        refused={"offload": "keep_last", "hybrid": "keep_last"},
     ),
     "mamba": Architecture(
         _workload(

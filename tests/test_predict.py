@@ -432,6 +432,29 @@ def test_values_that_follow_from_shapes_can_be_read() -> None:
     assert predict(conf).peak == measured(conf, Vectors())[0]
 
 
+class Gated(Stack):
+    """Frozen blocks of GRUs with a norm: gates are parts that share one memory, and frozen weights are guarded."""
+
+    def __init__(self) -> None:
+        super().__init__(hidden=16)
+        self.layers = nn.ModuleList(nn.GRU(16, 16) for _ in range(2))
+        for layer in self.layers:
+            layer.norm = nn.LayerNorm(16).requires_grad_(False)  # of few numbers, which prediction knows
+        self.layers[0].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        for layer in self.layers:
+            x = x + layer(x)[0]
+        return self.two(x)
+
+
+@pytest.mark.parametrize("strategy", ["baseline", "checkpoint", "checkpoint_selective"])
+def test_gates_and_frozen_weights_are_predicted(strategy: str) -> None:
+    conf = of_model("Gated", "Vectors", f"strategy={strategy}")
+    assert predict(conf).peak == measured(conf, Vectors())[0]
+
+
 def test_a_refused_model_leaves_nothing_behind(text: DataSource) -> None:
     with pytest.raises(CannotPredict):
         predict(of_model("ReadsValues"))

@@ -238,7 +238,7 @@ class StateGuard:
             for name in [n for n in found.copies if n not in home.copied]:
                 now, mark = state.get(name, _MISSING), found.marks.pop(name, None)
                 kept = now is not found.bound[name] or (
-                    _mark(now) == mark if isinstance(now, Tensor) and is_hollow(now) else _same(found.copies[name], now)
+                    _mark(now) == mark if _without_values(found.copies[name], now) else _same(found.copies[name], now)
                 )
                 home.copied[name] = not kept
                 if kept:
@@ -295,13 +295,18 @@ def _mark(tensor: Tensor) -> Any:
         return tensor._version
 
 
+def _without_values(*tensors: Any) -> bool:
+    """Whether one of them is hollow: in prediction, of a small parameter with values there is a copy without."""
+    return any(isinstance(t, Tensor) and is_hollow(t) for t in tensors)
+
+
 def _same(before: Any, now: Any, level: int = 0) -> bool:
     """Whether what was copied is as it was."""
     if type(before) is not type(now) or level > MOST_LEVELS:
         return False
     deeper = level + 1
     if isinstance(now, Tensor):
-        if before is now or is_hollow(now):
+        if before is now or _without_values(before, now):
             return True
         try:
             return torch.equal(before, now)
