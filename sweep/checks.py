@@ -118,6 +118,32 @@ def check_equal(candidate: TrialResult, found: Found) -> None:
         found.add("not_equivalent", f"{REASONS['not_equivalent'].meaning}: {v.reason or _error_words(candidate)}")
 
 
+def check_losses(candidate: TrialResult, facts: Facts, found: Found) -> None:
+    """A strategy that was verified to the last bit and then trains to other losses was not verified for long enough.
+
+    On a CPU alone, whose sums repeat; and where the baseline's own repeats do.
+    """
+    v, own, base = candidate.verification, facts.own, facts.base
+    if v is None or not v.bit_equal or own is None or base is None or candidate.evidence != Evidence.cpu.value:
+        return
+    expected: dict[int, list[list[float]]] = {}
+    for run in base.runs:
+        if not run.error:
+            expected.setdefault(run.seed, []).append([*run.train_loss, *filter(None, [run.eval_loss])])
+    for run in own.runs:
+        known_ones = [] if run.error else expected.get(run.seed, [])
+        losses = [*run.train_loss, *filter(None, [run.eval_loss])]
+        alike = [e for e in known_ones if len(e) == len(losses)]
+        if alike and all(e == alike[0] for e in alike) and losses != alike[0]:
+            step = next(i for i, (a, b) in enumerate(zip(losses, alike[0])) if a != b)
+            found.add(
+                "not_equivalent",
+                f"equal to the last bit over {count(v.steps, 'step')}, but its loss {step + 1} is {losses[step]:.8g} "
+                f"where the baseline's is {alike[0][step]:.8g}: something that forward moves shows later",
+            )
+            return
+
+
 def _error_words(candidate: TrialResult) -> str:
     v = candidate.verification
     return "" if v is None else f"relative error {error(v.max_rel_err)}, allowed {error(v.tolerance)}"

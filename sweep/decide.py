@@ -17,6 +17,7 @@ from sweep.checks import (
     Found,
     check_equal,
     check_evidence,
+    check_losses,
     check_memory,
     check_quality,
     check_repeats,
@@ -63,6 +64,7 @@ def decide(
         found.add(outcome_reason(candidate), _outcome_words(candidate))
     else:
         check_equal(candidate, found)
+        check_losses(candidate, facts, found)
         check_memory(candidate, facts, cap, cap_source, found)
         check_throughput(candidate, facts, budget, found)
         check_quality(candidate, facts, budget, found)

@@ -35,11 +35,20 @@ TAIL_CHARACTERS = 4000
 
 
 def run_isolated(
-    config: Config, name: str, folder: Path, *, progress: Progress = no_progress, first_round: bool = False
+    config: Config,
+    name: str,
+    folder: Path,
+    *,
+    progress: Progress = no_progress,
+    first_round: bool = False,
+    shared: Path | None = None,
 ) -> TrialResult:
-    """Run one trial in a fresh process. Raises BadInput as the trial would; everything else is in the result."""
+    """Run one trial in a fresh process. Raises BadInput as the trial would; everything else is in the result.
+
+    shared: see sweep.verify.verify.
+    """
     started = time.perf_counter()
-    request = {"config": plain(config), "name": name, "first_round": first_round}
+    request = {"config": plain(config), "name": name, "first_round": first_round, "shared": shared and str(shared)}
     failed = run_child(request, folder, RESULT, config.measure.timeout_s, progress)
     if failed is None:
         return read_trial(folder / RESULT)
@@ -195,7 +204,8 @@ def main(folder: Path) -> int:
             run.fresh_process = True
             write_json(run, folder / RUN)
             return 0
-        result = run_trial(config, name, progress=progress, first_round=request["first_round"])
+        shared = request["shared"] and Path(request["shared"])
+        result = run_trial(config, name, progress=progress, first_round=request["first_round"], shared=shared)
     except BadInput as error:
         value = error.value if isinstance(error.value, (str, int, float, type(None))) else str(error.value)
         say(bad_input=[error.key, value, error.wrong, error.todo])

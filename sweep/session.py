@@ -6,6 +6,7 @@ Lives in the process that was started; a launcher's other processes attach to it
 from __future__ import annotations
 
 import shlex
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,6 +37,8 @@ from sweep.tracing import files_of, trace_chosen
 from sweep.trial import check_trial, describe, fixed_id, is_baseline, run_trial, save, strategy_id
 from sweep.trial_names import name_strategy, trial_name, without_search
 
+#: What verification of trials in their own processes has in common, while a command runs.
+VERIFIED = ".verified"
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -225,7 +228,8 @@ class Session:
     def _compute(self, config: Config, planned: TrialResult, folder: Path) -> TrialResult:
         # A search asks for a trial's numbers before it chooses the next: it repeats at once.
         first_round = config.measure.interleave and not self.state.study
-        run = partial(run_isolated, folder=folder) if in_own_process(config) else run_trial
+        shared = self.folder / VERIFIED
+        run = partial(run_isolated, folder=folder, shared=shared) if in_own_process(config) else run_trial
         result = run(config, planned.name, progress=self.display.step, first_round=first_round)
         result.overrides, result.command = planned.overrides, planned.command
         save(result, folder)
@@ -264,6 +268,7 @@ class Session:
     @whole()
     def _close(self, results: list[TrialResult], status: tracking.Status) -> None:
         self.closed = True
+        shutil.rmtree(self.folder / VERIFIED, ignore_errors=True)
         self.display.stop()
         comparisons = self._judge(results) if results else []
         files, markdown = self._report(results) if results else ([], "")

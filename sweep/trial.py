@@ -45,15 +45,23 @@ from sweep.what_if import has_bf16, what_if
 from sweep.workload import build_data, build_outline, find_blocks
 
 
-def run_trial(config: Config, name: str, *, progress: Progress = no_progress, first_round: bool = False) -> TrialResult:
+def run_trial(
+    config: Config,
+    name: str,
+    *,
+    progress: Progress = no_progress,
+    first_round: bool = False,
+    shared: Path | None = None,
+) -> TrialResult:
     """Run one trial in this process. Raises BadInput only; any other failure is in the result.
 
+    shared: see sweep.verify.verify.
     first_round: make the first of its repeats only; the others are made by `run_repeat`, in turn with other trials'.
     """
     started = time.perf_counter()
     result = describe(config, name)
     try:
-        _run(config, result, progress, first_round)
+        _run(config, result, progress, first_round, shared)
     except BadInput:
         raise
     except Exception as error:
@@ -103,7 +111,9 @@ def _give_back_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _run(config: Config, result: TrialResult, progress: Progress, first_round: bool) -> None:
+def _run(
+    config: Config, result: TrialResult, progress: Progress, first_round: bool, shared: Path | None
+) -> None:
     data = build_data(config.workload)
     result.data_version, result.data = data.version, data.describe()
     outline = build_outline(config.workload)
@@ -125,7 +135,7 @@ def _run(config: Config, result: TrialResult, progress: Progress, first_round: b
         result.prediction_error = one_line(error)
 
     if config.measure.verify and not result.is_baseline:
-        result.verification = verify(config, device, data, capacity)
+        result.verification = verify(config, device, data, shared)
         if result.verification.status == "not_equal":  # what could not be compared is measured, and never accepted
             raise NotEquivalent(result.verification.reason)
 

@@ -20,14 +20,18 @@ is zero (the gradient of an attention's key bias, say) hold rounding noise only 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+import hashlib
 import json
 import math
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -100,10 +104,10 @@ class Differences:
         return "; ".join(found + self.counts)
 
 
-def verify(config: Config, device: torch.device, data: DataSource, capacity_mib: float | None = None) -> Verification:
+def verify(config: Config, device: torch.device, data: DataSource, shared: Path | None = None) -> Verification:
     """Compare `config.strategy` with the baseline on `device`; on a smaller batch or fewer blocks where it must be.
 
-    capacity_mib: not used to cut anything: what does not fit raises, and is tried smaller.
+    shared: a folder in which trials of other processes leave and find what they have in common.
 
     Raises:
         NotFinite: the baseline's own loss is no number.
@@ -113,7 +117,7 @@ def verify(config: Config, device: torch.device, data: DataSource, capacity_mib:
     hooks = strategy.checkpoint.granularity is not Granularity.none or strategy.offload.placement is not Placement.none
     found = []
     with plain_surroundings(device):
-        comparison = _Comparison(config, device, data)
+        comparison = _Comparison(config, device, data, shared)
         if hooks:
             found.append(comparison.fitting(comparison.same_kernels))
         if micro_batch_size(strategy, batch) < batch and all(v.passed for v in found):
@@ -154,8 +158,8 @@ KEPT_RECORDS = 8
 class _Comparison:
     """The runs of one strategy's verification."""
 
-    def __init__(self, config: Config, device: torch.device, data: DataSource) -> None:
-        self.config, self.device, self.data = config, device, data
+    def __init__(self, config: Config, device: torch.device, data: DataSource, shared: Path | None) -> None:
+        self.config, self.device, self.data, self.shared = config, device, data, shared
         quick = config.measure.verify == "quick"
         self.steps = 1 if quick else config.measure.verify_steps
         self.most_steps = self.steps if quick else self.steps + MORE_STEPS
@@ -340,9 +344,14 @@ class _Comparison:
                 raise RuntimeError("this run is known to fail")
             return record
         started = time.perf_counter()
+        file = None if self.shared is None else self.shared / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.pt"
         record = None
         try:
-            record = run_and_record(conf, strategy, watched, self.device, self.data, how, against)
+            if file is not None and file.is_file():
+                record = torch.load(file, weights_only=False)
+            else:
+                record = run_and_record(conf, strategy, watched, self.device, self.data, how, against)
+                _leave(record, file)
         except Overflow:
             raise
         except RuntimeError as error:
@@ -351,6 +360,7 @@ class _Comparison:
             raise
         while len(_records) >= KEPT_RECORDS:
             _records.popitem(last=False)
+        assert record is not None
         _records[key] = record
         self.shared_s += time.perf_counter() - started
         return record
@@ -365,6 +375,17 @@ class _Comparison:
             passed=False, tolerance=0.0, status="not_equal", cause=cause, where=where, reason=reason, scope=scope,
             steps=expected.steps, compared_share=expected.share,
         )  # fmt: skip
+
+
+def _leave(record: Record, file: Path | None) -> None:
+    """For other processes, whole or not at all; one that finds no room computes it itself."""
+    if file is None:
+        return
+    with contextlib.suppress(OSError, RuntimeError):
+        file.parent.mkdir(exist_ok=True)
+        partial = file.with_suffix(f".{os.getpid()}")
+        torch.save(record, partial)
+        partial.replace(file)
 
 
 # -- smaller ---------------------------------------------------------------------------------------------------------
@@ -515,6 +536,9 @@ def _largest_error(expected: dict[str, Kept], actual: dict[str, Kept]) -> tuple[
         scale = max(_norm(_finite(b)), floor)
         # A checksum tells of a difference between the elements that were kept: small, and there.
         error = max(difference / scale if scale else math.inf * difference, 1e-16)
+        norms = actual[name].norm, expected[name].norm
+        if scale > floor and all(map(math.isfinite, norms)) and norms[1]:
+            error = max(error, abs(norms[0] / norms[1] - 1))
         if not math.isfinite(error):
             return math.inf, name
         if error > largest:

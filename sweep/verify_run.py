@@ -22,8 +22,8 @@ from sweep.verify_draws import FixedDraws
 from sweep.workload import Batch, DataSource, Workload, build_workload, map_batch, to_device
 from sweep.workload.randomness import python_states, random_states, restore, seed_everything
 
-#: Larger tensors are kept at so many evenly spaced elements, and as a checksum of all.
-ELEMENTS_KEPT = 2**18
+#: Larger tensors are kept at so many evenly spaced elements, and as the checksum and the norm of all.
+ELEMENTS_KEPT = 2**15
 #: Tensors that are smaller than this all over (zero-initialised gates, heads and biases, LayerScale) hide whether what
 #: lies behind them is right: both runs begin with noise of this deviation in them.
 SMALL, NOISE = 1e-3, 0.02
@@ -53,7 +53,8 @@ class Kept:
     """A tensor on the host: whole, or a sample of it and a checksum of its bits."""
 
     values: Tensor
-    checksum: int | None = None
+    checksum: int | None = None  # None: `values` are all
+    norm: float = 0.0  # of all elements
 
     @classmethod
     def of(cls, tensor: Tensor) -> Kept:
@@ -66,8 +67,10 @@ class Kept:
         whole = real.contiguous().flatten()
         bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[whole.element_size()]
         checksum = int(whole.view(bits).sum(dtype=torch.int64))
+        wide = torch.float64 if whole.dtype is torch.float64 else torch.float32
+        norm = float(whole.norm(dtype=wide)) if whole.is_floating_point() else 0.0
         every = -(-tensor.numel() // ELEMENTS_KEPT)
-        return cls(tensor.flatten()[::every].to("cpu", copy=True), checksum)
+        return cls(tensor.flatten()[::every].to("cpu", copy=True), checksum, norm)
 
     def same(self, other: Any) -> bool:
         """To the last bit; NaNs are equal."""

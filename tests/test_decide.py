@@ -483,6 +483,29 @@ def test_a_peak_in_the_optimizer_points_to_the_optimizer_and_not_to_activations(
     assert "optimizer with less state" in judged(result, memory_mib=161.99).next_action
 
 
+def run_of(*losses: float) -> Run:
+    return Run(index=0, seed=0, started_at="", train_loss=list(losses))
+
+
+@pytest.mark.parametrize(("bit_equal", "losses", "evidence", "verdict"), [
+    (True, (3.0, 2.0, 1.5), "cpu", "accept"),
+    (True, (3.0, 2.0, 1.5000001), "cpu", "reject"),
+    (False, (3.0, 2.0, 1.5000001), "cpu", "accept"),  # micro-batches add up in another order
+    (True, (3.0, 2.0, 1.5000001), "measured", "accept"),  # a GPU's sums need not repeat
+])  # fmt: skip
+def test_losses_that_part_after_an_exact_verification_contradict_it(
+    bit_equal: bool, losses: tuple[float, ...], evidence: str, verdict: str
+) -> None:
+    base = trial("baseline", 300.0, 100.0, evidence=evidence)
+    other = trial("checkpoint", 150.0, 130.0, evidence=evidence)
+    assert base.measurement is not None and other.measurement is not None
+    base.measurement.runs, other.measurement.runs = [run_of(3.0, 2.0, 1.5)], [run_of(*losses)]
+    other.verification = verified(0.0, bit_equal=bit_equal, status="equal", steps=2)
+    decision = judged(other, base)
+    assert decision.verdict == verdict
+    assert ("not_equivalent" in decision.reasons) == (verdict == "reject")
+
+
 def test_switched_off_verification_is_accepted_only_with_its_name_on_it() -> None:
     result = changed(CHECKPOINT, verification=None)
     result.config = {**result.config, "measure": {"verify": False}}

@@ -605,3 +605,21 @@ def test_a_permutation_of_the_samples_mixes_them() -> None:
     with FixedDraws():
         assert not torch.equal(torch.randperm(8)[:2], torch.randperm(2))
 
+
+
+def test_other_processes_find_what_was_computed_and_come_to_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    real = verify_module.run_and_record
+
+    def counted(conf: Any, strategy: Any, *rest: Any) -> Record:
+        ran.append(strategy.name)
+        return real(conf, strategy, *rest)
+
+    monkeypatch.setattr(verify_module, "run_and_record", counted)
+    for strategy in ("checkpoint", "offload", "micro_batch", "micro_batch"):
+        verify_module._records.clear()  # as a fresh process begins
+        c = config("gpt", strategy)
+        assert verify(c, CPU, data_of(c.workload), tmp_path).passed
+    assert ran == ["baseline", "checkpoint", "offload", "baseline", "micro_batch"]
