@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -14,7 +14,7 @@ from sweep.diagnose_markdown import markdown
 from sweep.diagnose_settings import Progress
 from sweep.diagnose_terminal import print_diagnosis
 from sweep.diagnosis import Diagnosis
-from sweep.results import from_dict, write_json
+from sweep.results import read_all, read_as, write_json
 from sweep.schema import Config, plain
 from sweep.tracking_diagnosis import record_diagnosis
 from sweep.tracking_store import Store
@@ -42,8 +42,8 @@ def run_diagnosis(
 def diagnoses_in(folder: Path, since: str) -> list[Diagnosis]:
     """Those that were made below a folder since a time (ISO 8601), in the order of their jobs."""
     found = []
-    for path in sorted(folder.glob(f"**/{JSON}"), key=lambda path: path.stat().st_mtime_ns):
-        diagnosis = from_dict(Diagnosis, json.loads(path.read_text(encoding="utf-8")))
+    stored = read_all(partial(read_as, Diagnosis), folder, JSON)
+    for path, diagnosis in sorted(stored, key=lambda each: each[0].stat().st_mtime_ns):
         # The artifacts of its run are a copy, and may lie below the same folder.
         if diagnosis.started_at >= since and Path(diagnosis.folder).resolve() == path.parent.resolve():
             found.append(diagnosis)

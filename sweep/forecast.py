@@ -14,8 +14,7 @@ from sweep.memory.device import allocator_capacity, resolve_device
 from sweep.predict import predict
 from sweep.results import MIB, Prediction
 from sweep.schema import Config, WorkloadConf, plain
-from sweep.strategy import micro_batch_size
-from sweep.trial import digest, fixed_id, strategy_id
+from sweep.trial import digest, effective, fixed_id, strategy_id
 from sweep.words import mib, percent
 from sweep.workload import DataSource, build_data
 
@@ -117,12 +116,16 @@ class Forecast:
 
 
 def signature(judgement: Judgement, config: Config) -> str:
-    """Equal for two strategies that are the same computation: micro-batch, FLOPs, bytes moved and peak are equal."""
-    p = judgement.prediction
+    """Equal for two candidates that are one computation: equal in all of the workload, device and measurement, and in
+    all that the strategy does.
+
+    With all other keys equal, a larger `min_tensor_kib` moves a part of what a smaller one
+    moves: all of it, where the bytes are equal.
+    """
+    p, does = judgement.prediction, effective(config)
+    does.pop("offload.min_tensor_kib", None)
     sizes = [round(v * MIB) for v in (p.allocated_mib, p.to_host_mib, p.from_host_mib)]
-    micro = micro_batch_size(config.strategy, config.workload.global_batch_size)
-    others = [config.strategy.offload.implementation.name, config.strategy.offload.pin_memory]
-    return digest([micro, *sizes, round(p.flops_per_step), round(p.recompute_flops_ratio, 9), *others])
+    return digest([fixed_id(config), does, sizes])
 
 
 def _capacity(config: Config, prediction: Prediction) -> tuple[float | None, float | None]:

@@ -11,6 +11,7 @@ import json
 import re
 import sys
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from sweep.report_markdown import describe, markdown
 from sweep.report_sensitivity_command import answer
 from sweep.report_sensitivity_options import add_options, asked_in
 from sweep.report_terminal import print_report, report_console, single_line
-from sweep.results import TrialResult, read_trial, write_json
+from sweep.results import TrialResult, read_trials, write_json
 from sweep.schema import BudgetConf
 
 __all__ = [
@@ -78,17 +79,12 @@ def read_sweep(folder: Path) -> list[TrialResult]:
             "folder", folder, "is no folder", "give the output folder of a sweep, such as multirun/<date>/<time>"
         )
     results: dict[str, tuple[tuple[Any, ...], TrialResult]] = {}
-    for path in sorted(folder.rglob("result.json"), key=_natural):
-        try:
-            result = read_trial(path)
-        except (ValueError, TypeError, AttributeError) as error:
-            wrong = f"is no result of a trial ({type(error).__name__})"
-            raise BadInput("folder", path, wrong, "move it away, or run that trial again") from error
+    for path, result in sorted(read_trials(folder), key=lambda found: _natural(found[0])):
         # A baseline that was measured early, for a candidate, lies in the folder of its own job as well.
         same = result.key or str(path)
         results.setdefault(same, ((result.started_at, _natural(path)), result))[1].join(result)
     if not results:
-        raise BadInput("folder", folder, "holds no result.json", "give the output folder of a sweep, or run one")
+        raise BadInput("folder", folder, "holds no result.json of a trial", "give the output folder of a sweep, or run one")
     return [result for _, result in sorted(results.values(), key=lambda item: item[0])]
 
 
@@ -109,16 +105,15 @@ class Stored:
     def read(cls, folder: Path) -> Stored:
         """Raises BadInput where there is nothing to read."""
         results = read_sweep(folder)
-        stored: dict[str, Any] = {}
+        stored: Any = None
         path = folder / "report.json"
         if path.is_file():
-            try:
+            with suppress(OSError, ValueError):  # a report is made from results; a broken older one is no obstacle
                 stored = json.loads(path.read_text(encoding="utf-8"))
-            except ValueError:
-                stored = {}  # a report is made from results; a broken older one is no obstacle
+        command = stored.get("command") if isinstance(stored, dict) else None
         return cls(
             results=results,
-            command=stored.get("command") or "",
+            command=str(command or ""),
             most=shown_at_most(folder, results),
         )
 

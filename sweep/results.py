@@ -7,10 +7,12 @@ Nothing here needs torch, so reports are made where no torch is installed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import logging
 import math
-import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -20,6 +22,7 @@ from sweep.findings import Difference, Drift, Quality, Run, Trace, WhatIf
 from sweep.interrupts import whole
 
 MIB = 2**20
+log = logging.getLogger("sweep.results")
 T = TypeVar("T")
 
 
@@ -321,22 +324,35 @@ def to_dict(value: Any) -> Any:
 
 
 def from_dict(cls: type[T], data: dict[str, Any]) -> T:
-    """The inverse of `to_dict`. Keys of a newer version are ignored, so that old reports stay readable."""
+    """The inverse of `to_dict`. Keys of a newer version are ignored, so that old reports stay readable.
+
+    Raises TypeError where a field is missing, or is of another type.
+    """
+    if not isinstance(data, dict):
+        raise TypeError(f"a {type(data).__name__} instead of a {cls.__name__}")
     hints = typing.get_type_hints(cls)
     known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     return cls(**{k: _parse(hints[k], v) for k, v in data.items() if k in known})
 
 
 def _parse(hint: Any, value: Any) -> Any:
-    if value is None:
-        return None
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
+    optional = type(None) in args
+    if value is None and (optional or hint in (Any, float)):  # a float that was not finite
+        return None
+    if optional:
         return _parse(next(a for a in args if a is not type(None)), value)
     if dataclasses.is_dataclass(hint):
         return from_dict(typing.cast(type, hint), value)
+    expected: Any = origin or hint
+    if expected is float:
+        expected = (int, float)
+    if expected is not Any and not isinstance(value, expected):
+        raise TypeError(f"a {type(value).__name__} ({value!r:.40}) instead of a {hint}")
     if origin is list:
         return [_parse(args[0], v) for v in value]
+    if origin is dict:
+        return {k: _parse(args[1], v) for k, v in value.items()}
     return value
 
 
@@ -350,4 +366,37 @@ def write_json(value: Any, path: Path) -> None:
 
 
 def read_trial(path: Path) -> TrialResult:
-    return from_dict(TrialResult, json.loads(path.read_text(encoding="utf-8")))
+    """Raises OSError or ValueError where the file holds no result of a trial."""
+    result = read_as(TrialResult, path)
+    Outcome(result.outcome), Evidence(result.evidence)
+    return result
+
+
+def read_trials(folder: Path) -> list[tuple[Path, TrialResult]]:
+    """Every result.json below a folder with its trial, by path; what cannot be read is left out, with a warning."""
+    return read_all(read_trial, folder, "result.json")
+
+
+def read_all(read: Callable[[Path], T], folder: Path, name: str) -> list[tuple[Path, T]]:
+    """Every file of that name below a folder; those that `read` refuses (OSError, ValueError) cost a warning each."""
+    found = []
+    for path in sorted(folder.rglob(name)):
+        try:
+            found.append((path, read(path)))
+        except (OSError, ValueError) as error:
+            _warn_once(path, " ".join(str(error).split()))
+    return found
+
+
+def read_as(cls: type[T], path: Path) -> T:
+    """What `write_json` wrote. Raises OSError or ValueError where the file holds something else."""
+    try:
+        return from_dict(cls, json.loads(path.read_text(encoding="utf-8")))
+    except (TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise ValueError(f"it holds no {cls.__name__}: {error}") from error
+
+
+@functools.lru_cache(maxsize=1024)
+def _warn_once(path: Path, wrong: str) -> None:
+    """A command reads its folder more than once."""
+    log.warning("%s is left out: it cannot be read (%.200s)", path, wrong)

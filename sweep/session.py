@@ -29,7 +29,7 @@ from sweep.memory.device import resolve_device
 from sweep.progress import Display
 from sweep.report import Report, print_report, report_console, single_line, write_report
 from sweep.report import describe as describe_report
-from sweep.results import Comparison, Evidence, Outcome, Prediction, TrialResult, read_trial
+from sweep.results import Comparison, Evidence, Outcome, Prediction, TrialResult, read_trials
 from sweep.rounds import in_own_process, repeat_in_turn
 from sweep.schema import Config, Mode, StrategyConf, TrackingConf, plain, typed
 from sweep.session_state import State, now, read_state
@@ -239,8 +239,7 @@ class Session:
         """All trials of this session so far, each once, the inserted baseline first, then in order of their start."""
         found: dict[str, TrialResult] = {}
         self._folders = {}
-        for path in sorted(self.folder.glob("**/result.json")):
-            result = read_trial(path)
+        for path, result in read_trials(self.folder):
             if result.started_at >= self.state.started_at:
                 self._folders.setdefault(result.key, []).append(path.parent)
                 earlier = found.setdefault(result.key, result)

@@ -158,6 +158,27 @@ def test_strategies_that_are_the_same_computation_have_one_signature(small: Conf
     assert len({signed(strategy(m, g)) for m in (8, 4) for g in ("none", "blocks", "selective")}) == 6
 
 
+def test_whatever_else_is_swept_is_another_computation(small: Config) -> None:
+    """Its predicted peak, FLOPs and bytes may all be equal."""
+    forecast, w = Forecast(), small.workload
+    workloads = [
+        w,
+        replace(w, optimizer=replace(w.optimizer, lr=1000.0)),
+        replace(w, optimizer=replace(w.optimizer, kwargs={"betas": [0.5, 0.9]})),
+        replace(w, scheduler=replace(w.scheduler, warmup_steps=3)),
+        replace(w, seed=1),
+        replace(w, grad_clip_norm=0.1),
+    ]
+    others = [replace(small, workload=each) for each in workloads]
+    others.append(replace(small, measure=replace(small.measure, steps=small.measure.steps + 1)))
+    first = forecast.judge(small)
+    assert len({signature(first, each) for each in others}) == len(others)
+    preflight, info = Preflight(), {"computation": signature(first, others[1]), "predicted_mib": 1.0}
+    preflight.learn(Ended(0, info, "nan"))
+    said = preflight(Asked(small, 1))
+    assert said is not None and said["same_as"] is None
+
+
 class Asked:
     """What the preflight is given, and a record of what came out."""
 

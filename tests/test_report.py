@@ -17,7 +17,6 @@ from rich.console import Console
 
 from sweep import report_plots
 from sweep.decide import budget_of
-from sweep.errors import BadInput
 from sweep.report import (
     describe,
     main,
@@ -550,12 +549,24 @@ def test_a_broken_earlier_report_is_no_obstacle(tmp_path: Path) -> None:
     assert render(tmp_path).sections[0].comparison.preferred == "baseline"
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"name": "x"}'])
-def test_a_broken_result_is_named(tmp_path: Path, content: str) -> None:
+def test_what_is_no_result_of_a_trial_is_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     stored(sweep_of_six(), tmp_path)
-    (tmp_path / "3" / "result.json").write_text(content)
-    with pytest.raises(BadInput, match=r"folder=.*3.result\.json: is no result of a trial"):
-        read_sweep(tmp_path)
+    whole = json.loads((tmp_path / "3" / "result.json").read_text())
+    foreign = ["", "{", "[]", "7", "null", '{"accuracy": 0.9}', "[" * 100_000]
+    changed = [{"name": 5}, {"started_at": None}, {"outcome": "splendid"}, {"config": []}, {"measurement": "fast"}]
+    changed += [{"measurement": whole["measurement"] | {"step_ms": "1"}}, {"overrides": "strategy=offload"}]
+    broken = [*(text.encode() for text in foreign), *(json.dumps(whole | c).encode() for c in changed), b"\xff\xfe{"]
+    for i, content in enumerate(broken):
+        path = tmp_path / "others" / str(i) / "result.json"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(content)
+    (tmp_path / "others" / "folder" / "result.json").mkdir(parents=True)
+    assert len(read_sweep(tmp_path)) == 6
+    left_out = [r.getMessage() for r in caplog.records if "is left out" in r.getMessage()]
+    assert len(left_out) == len(broken) + 1
+    assert str(tmp_path / "others" / "1" / "result.json") in " ".join(left_out)
 
 
 @pytest.mark.usefixtures("without_pictures")
