@@ -11,6 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from sweep.addresses import conceal, conceal_in, words_of
 from sweep.cli import not_swallowed
 from sweep.errors import BadInput
 from sweep.schema import Config, Mode, typed
@@ -23,6 +24,7 @@ class SweepCallback(Callback):
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         with not_swallowed():
+            conceal_in(config)
             _open(config, [_without_hydra(config)], Path(config.hydra.run.dir), sweep=False)
 
     def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
@@ -30,6 +32,7 @@ class SweepCallback(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         with not_swallowed():
+            conceal_in(config)
             study = _settle_study(config)
             _open(config, _jobs(config), Path(config.hydra.sweep.dir), sweep=True, study=study)
 
@@ -49,7 +52,7 @@ def _open(config: DictConfig, jobs: list[DictConfig] | None, folder: Path, *, sw
         job.device = resolve_device(job.device)
         check_trial(job, checked)
     first = configs[0] if configs else typed(_without_hydra(config))
-    overrides = list(config.hydra.overrides.task)
+    overrides = words_of(config.hydra.overrides.task)
     storage = config.hydra.sweeper.storage if study else None
     session = Session.open(
         folder.resolve(),
@@ -58,7 +61,7 @@ def _open(config: DictConfig, jobs: list[DictConfig] | None, folder: Path, *, sw
         trials=first.search.n_trials if study else len(configs) or None,
         sweep=sweep,
         study=study,
-        storage=storage if isinstance(storage, str) else None,
+        storage=conceal(storage) if isinstance(storage, str) else None,
     )
     session.checked = checked
 
@@ -127,7 +130,7 @@ def _jobs(config: DictConfig) -> list[DictConfig] | None:
     assert hydra is not None
     loader = hydra.config_loader
     parser = OverridesParser.create(config_loader=loader)
-    arguments = list(config.hydra.overrides.task)
+    arguments = words_of(config.hydra.overrides.task)
     params = config.hydra.sweeper.get("params") or {}
     arguments = [*(f"{key}={value}" for key, value in params.items()), *arguments]
     batches = BasicSweeper.split_arguments(parser.parse_overrides(arguments), None)

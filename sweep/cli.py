@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from sweep.addresses import ENVIRONMENT, conceal_word, without_secrets
 from sweep.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED, BadInput
 from sweep.interrupts import Terminated, ended_by_signals, whole
 
@@ -21,12 +22,15 @@ def guarded(main: Callable[[], Any]) -> int:
 
     Ctrl-C and SIGTERM end it with the report of what was measured so far; a further one changes nothing.
     """
-    with ended_by_signals():
-        return _run(main)
+    sys.argv = with_multirun([sys.argv[0], *map(conceal_word, sys.argv[1:])])
+    try:
+        with ended_by_signals():
+            return _run(main)
+    finally:
+        os.environ.pop(ENVIRONMENT, None)
 
 
 def _run(main: Callable[[], Any]) -> int:
-    sys.argv = with_multirun(sys.argv)
     before = os.environ.get(FULL_ERROR)
     os.environ[FULL_ERROR] = "1"  # Hydra would print its own version of the error and exit with 1
     try:
@@ -46,7 +50,7 @@ def _run(main: Callable[[], Any]) -> int:
             _finish("FAILED", error)
         if bad is None or before == "1":
             raise error from error.__cause__
-        print(f"error: {bad}", file=sys.stderr)
+        print(f"error: {without_secrets(str(bad))}", file=sys.stderr)
         return EXIT_BAD_INPUT
     finally:
         os.environ.pop(FULL_ERROR)

@@ -84,7 +84,7 @@ def read_sweep(folder: Path) -> list[TrialResult]:
         same = result.key or str(path)
         results.setdefault(same, ((result.started_at, _natural(path)), result))[1].join(result)
     if not results:
-        raise BadInput("folder", folder, "holds no result.json of a trial", "give the output folder of a sweep, or run one")
+        raise BadInput("folder", folder, "holds no result.json of a trial", "give the output folder of a sweep")
     return [result for _, result in sorted(results.values(), key=lambda item: item[0])]
 
 

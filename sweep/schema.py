@@ -8,14 +8,18 @@ What depends on several fields at once is checked in schema_check.py; what depen
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Optional, Union
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from sweep.addresses import conceal
 from sweep.errors import BadInput
 
 # OmegaConf reads the annotations at run time and knows Optional/Union, hence no `X | None` in this file.
@@ -268,6 +272,8 @@ def typed(cfg: Union[DictConfig, dict[str, Any]]) -> Config:
     from sweep.schema_check import check  # it needs the classes of this file
 
     check(config)
+    if config.tracking.uri is not None:
+        config.tracking.uri = conceal(config.tracking.uri)
     return config
 
 
@@ -292,6 +298,35 @@ def plain(config: Any) -> Any:
     if isinstance(config, (list, tuple)):
         return [plain(v) for v in config]
     return config
+
+
+def encode(value: Any) -> str:
+    """A value in Hydra's grammar, such that parsing gives back exactly this value and type."""
+    if isinstance(value, QuotedString):
+        value = value.text
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if OmegaConf.is_config(value):
+        value = OmegaConf.to_container(value)
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{encode(k)}:{encode(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(encode(v) for v in value) + "]"
+    text = str(value)
+    return text if _reads_back(text) else QuotedString(text, Quote.single).with_quotes()
+
+
+@functools.cache
+def _reads_back(text: str) -> bool:
+    """Whether a string can stand without quotes, also inside of a list."""
+    if not text or not all(c.isalnum() or c in "_-./+@%" for c in text):
+        return False
+    parsed = OverridesParser.create().parse_override(f"k=[{text}]").value()
+    return isinstance(parsed, list) and parsed == [text]
 
 
 def quarter_of(samples: int) -> int:

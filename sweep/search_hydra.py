@@ -20,6 +20,7 @@ from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from sweep.addresses import conceal_in, words_of
 from sweep.errors import EXIT_BAD_INPUT, EXIT_NOTHING_FEASIBLE, BadInput
 from sweep.search import Search
 from sweep.search_job import Job, Settings
@@ -46,6 +47,7 @@ def run_sweep(
     Raises BadInput, or Hydra's own errors, for what a person can mend; without HYDRA_FULL_ERROR=1 they are printed
     as one line, and the exit code is 2. Exits with 3 where no trial is feasible.
     """
+    conceal_in(config)
     try:
         search = make_search(settings, arguments, context, config, launcher, task_function)
         found = search.run()
@@ -134,7 +136,7 @@ def fixed_of(given: Mapping[str, Any], job_config: DictConfig, space: Space) -> 
 
 def study_name(config: DictConfig, app: str, loader: ConfigLoader, root: Path) -> str:
     """The name that the study of a composed command will have, known before it is opened; `app` begins it."""
-    given, arguments = config.hydra.sweeper, list(config.hydra.overrides.task)
+    given, arguments = config.hydra.sweeper, words_of(config.hydra.overrides.task)
     job_config = without_hydra(config)
     space = space_of(given, arguments, loader, job_config)
     name = given.study_name or default_name(app, fixed_of(given, job_config, space), space)

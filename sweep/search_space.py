@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
@@ -19,7 +19,6 @@ from hydra.core.override_parser.types import (
     ChoiceSweep,
     IntervalSweep,
     Override,
-    Quote,
     QuotedString,
     RangeSweep,
 )
@@ -33,6 +32,7 @@ from optuna.distributions import (
 from optuna.trial import BaseTrial
 
 from sweep.errors import BadInput
+from sweep.schema import encode
 from sweep.search_walk import walk
 
 #: A custom search space: gets the composed config and a trial, suggests further keys. Conditions are plain `if`s.
@@ -242,35 +242,6 @@ def _optuna_value(element: Any) -> Any:
     if isinstance(element, float) and not math.isfinite(element):
         return encode(element)
     return element if element is None or isinstance(element, (bool, int, float, str)) else encode(element)
-
-
-def encode(value: Any) -> str:
-    """A value in Hydra's grammar, such that parsing gives back exactly this value and type."""
-    if isinstance(value, QuotedString):
-        value = value.text
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (int, float)):
-        return repr(value)
-    if OmegaConf.is_config(value):
-        value = OmegaConf.to_container(value)
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{encode(k)}:{encode(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ",".join(encode(v) for v in value) + "]"
-    text = str(value)
-    return text if _reads_back(text) else QuotedString(text, Quote.single).with_quotes()
-
-
-@cache
-def _reads_back(text: str) -> bool:
-    """Whether a string can stand without quotes, also inside of a list."""
-    if not text or not all(c.isalnum() or c in "_-./+@%" for c in text):
-        return False
-    parsed = OverridesParser.create().parse_override(f"k=[{text}]").value()
-    return isinstance(parsed, list) and parsed == [text]
 
 
 def bare(key: str) -> str:

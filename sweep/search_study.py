@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from optuna.storages import BaseStorage, InMemoryStorage, RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
+from sweep.addresses import masked, reveal, revealed, without_secrets
 from sweep.errors import BadInput
 from sweep.interrupts import whole
 from sweep.search_record import JOB
@@ -46,19 +47,25 @@ def open_storage(conf: Any, root: Path, working_folder: Path) -> BaseStorage:
     if isinstance(conf, DictConfig):
         from hydra.utils import instantiate
 
-        return instantiate(conf, _convert_="all")
-    url = f"sqlite:///{root / 'mlruns' / 'optuna.db'}" if conf == AUTO else str(conf)
+        return instantiate(revealed(OmegaConf.to_container(conf, resolve=True)), _convert_="all")
+    url = f"sqlite:///{root / 'mlruns' / 'optuna.db'}" if conf == AUTO else reveal(str(conf))
+    shown = masked(url)
     if not url.startswith("sqlite:///") or ":memory:" in url:
-        return optuna.storages.get_storage(url)
+        try:
+            return optuna.storages.get_storage(url)
+        except Exception as error:  # whatever the database's driver raises
+            first = without_secrets((str(error).strip().splitlines() or [type(error).__name__])[0])
+            todo = "check the address, that the database runs and its driver is there; null: keep the study in memory"
+            raise BadInput(KEY, shown, f"cannot be used ({first})", todo) from error
     file = (working_folder / url.removeprefix("sqlite:///").partition("?")[0]).resolve()
-    _check_file(file, url)
+    _check_file(file, shown)
     try:
         # Several sweeps that make a fresh database at the same time would break each other.
         with FileLock(f"{file}.lock"):
             return RDBStorage(f"sqlite:///{file}", engine_kwargs={"connect_args": {"timeout": _BUSY_TIMEOUT_S}})
     except Exception as error:
         first = str(error).strip().splitlines()[0]
-        raise BadInput(KEY, url, f"cannot be used ({first})", "give another file, or move this one away") from error
+        raise BadInput(KEY, shown, f"cannot be used ({first})", "give another file, or move this one away") from error
 
 
 def _check_file(file: Path, url: str) -> None:

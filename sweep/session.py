@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from sweep import tracking
+from sweep.addresses import words_of
 from sweep.decide import grouped
 from sweep.diagnose_job import diagnoses_in, print_all, run_diagnosis
 from sweep.diagnosis import Diagnosis
@@ -40,6 +41,10 @@ from sweep.trial_names import name_strategy, trial_name, without_search
 #: What verification of trials in their own processes has in common, while a command runs.
 VERIFIED = ".verified"
 ROOT = Path(__file__).resolve().parent.parent
+SECRET = (
+    "The secret in tracking.uri is stored and shown as ***. To keep it out of the shell's history, too, set "
+    "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or _TOKEN) in its place, or tracking.uri='${oc.env:NAME}'"
+)
 
 
 class Session:
@@ -84,6 +89,8 @@ class Session:
         store = session._store
         if store is not None:
             tracking.initialise(store)
+            if store.shown != store.uri:
+                session.display.console.print(SECRET, markup=False, highlight=False)
             tracking.reconcile(store)
         if store is not None and config.mode is not Mode.diagnose:  # a diagnosis is one run by itself
             name = f"{config.workload.name} on {resolve_device(config.device).name}"
@@ -341,7 +348,7 @@ def run_job(cfg: DictConfig) -> TrialResult | Diagnosis:
     hydra = HydraConfig.get()
     config = typed(cfg)
     session = Session.current or Session.attach(Path(hydra.sweep.dir).resolve(), config)
-    folder, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
+    folder, overrides = Path(hydra.runtime.output_dir), words_of(hydra.overrides.task)
     if config.mode is Mode.diagnose:
         return session.diagnose(config, folder, overrides)
     return session.run(config, folder, overrides)

@@ -14,6 +14,7 @@ import urllib.parse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sweep.addresses import without_secrets
 from sweep.errors import BadInput
 from sweep.tracking_values import one_line
 
@@ -72,7 +73,7 @@ def check_server(store: Store) -> None:
     except requests.exceptions.SSLError:
         pass  # something answers, and MLflow has its own switch for certificates
     except (requests.exceptions.RequestException, ValueError) as error:
-        reason = one_line(error)
+        reason = one_line(error) if store.shown == store.uri else type(error).__name__  # it may hold parts of a secret
         for cause in ("Connection refused", "Name or service not known", "timed out", "No route to host"):
             reason = cause if cause in reason else reason
         todo = "start it (mlflow server --host ... --port ...), or give another address"
@@ -89,9 +90,10 @@ def check_database(store: Store) -> None:
         engine.dispose()
     except ImportError as error:
         raise BadInput(KEY, store.shown, f"needs a driver ({one_line(error)})", "install it with pip") from error
-    except sqlalchemy.exc.SQLAlchemyError as error:
-        todo = "check address, name and password, and that the database runs"
-        raise BadInput(KEY, store.shown, f"cannot be opened ({one_line(error)})", todo) from error
+    except (sqlalchemy.exc.SQLAlchemyError, ValueError) as error:
+        reason = "the address is not well-formed" if isinstance(error, ValueError) else one_line(error)
+        todo = "check address, name and password (%-encoded where it has / or @), and that the database runs"
+        raise BadInput(KEY, store.shown, f"cannot be opened ({reason})", todo) from error
 
 
 def migrate(store: Store) -> None:
@@ -120,6 +122,7 @@ def migrate(store: Store) -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode != 0:
         said = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        said = without_secrets(said)
         raise BadInput(KEY, store.shown, f"cannot be migrated ({said})", f"give another path; the old file is {copy}")
 
 

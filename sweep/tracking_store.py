@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sweep.addresses import masked, reveal
 from sweep.errors import BadInput
 from sweep.interrupts import whole
 from sweep.tracking_check import KEY, check_database, check_file, check_server, follow_moved_folder, migrate
-from sweep.tracking_values import one_line, without_password
+from sweep.tracking_values import one_line
 
 try:
     import fcntl
@@ -57,7 +58,7 @@ class Store:
     @property
     def shown(self) -> str:
         """The address without its password."""
-        return without_password(self.uri)
+        return masked(self.uri)
 
 
 def store_location(uri: str | None, root: Path, experiment: str = EXPERIMENT) -> Store:
@@ -72,6 +73,7 @@ def store_location(uri: str | None, root: Path, experiment: str = EXPERIMENT) ->
         raise BadInput("tracking.experiment", repr(experiment), "is empty", "give the experiment a name")
     if uri is None:
         uri = f"sqlite:///{root / 'mlruns' / 'mlflow.db'}"
+    uri = reveal(uri)
     scheme = uri.partition(":")[0].partition("+")[0].lower()
     if scheme == "sqlite":
         return _sqlite(uri, root, experiment)
@@ -81,7 +83,7 @@ def store_location(uri: str | None, root: Path, experiment: str = EXPERIMENT) ->
         return Store(uri.rstrip("/"), experiment, root)
     raise BadInput(
         KEY,
-        without_password(uri),
+        masked(uri),
         "is neither a database nor a server",
         "give null (mlruns/mlflow.db), sqlite:///file.db, postgresql://..., or http://host:port",
     )
@@ -151,11 +153,11 @@ def as_bad_input(store: Store) -> Iterator[None]:
 def _sqlite(uri: str, root: Path, experiment: str) -> Store:
     name, _, query = uri.partition("///")[2].partition("?")
     if not name or name == ":memory:":
-        raise BadInput(KEY, uri, "names no file, and runs are read by other processes", "give sqlite:///file.db")
+        raise BadInput(KEY, masked(uri), "names no file, and runs are read by other processes", "give sqlite:///file.db")
     path = Path(os.path.abspath(root / urllib.parse.unquote(name)))
     if set(str(path)) & set("%?"):
         # SQLAlchemy decodes the address and MLflow does not: they would use two different places.
-        raise BadInput(KEY, uri, "has a % or ? in its path, which MLflow cannot have", "give sqlite:///another/path.db")
+        raise BadInput(KEY, masked(uri), "has a % or ? in its path, which MLflow cannot have", "give sqlite:///another/path.db")
     address = f"sqlite:///{path}" + (f"?{query}" if query else "")
     return Store(address, experiment, root, (path.parent / "artifacts").as_uri(), path)
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from sweep.addresses import without_secrets
 from sweep.results import Comparison, Outcome, TrialResult, Verdict, to_dict
 from sweep.schema import plain
 from sweep.tracking_metrics import MetricValue, decision_metrics_of, metrics_of
@@ -34,7 +35,6 @@ __all__ = [
     "result_tags_of",
     "sweep_metrics_of",
     "sweep_tags_of",
-    "without_password",
 ]
 
 NAME_LIMIT, PARAM_LIMIT, TAG_LIMIT = 250, 6000, 8000
@@ -81,12 +81,8 @@ def cut_tags(tags: dict[str, str]) -> dict[str, str]:
 def one_line(error: BaseException, limit: int = 300) -> str:
     """The gist of an error: its first line that says something, without passwords."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = without_password(lines[0]) if lines else type(error).__name__
+    text = without_secrets(lines[0]) if lines else type(error).__name__
     return text if len(text) <= limit else text[:limit] + "..."
-
-
-def without_password(text: str) -> str:
-    return re.sub(r"(://[^:@/\s]*):[^@/\s]*@", r"\1:***@", text)
 
 
 def cut_markdown(text: str, limit: int = TAG_LIMIT) -> str:

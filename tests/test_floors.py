@@ -16,7 +16,8 @@ FLOORS: list[tuple[str, ...]] = [
     # F0: plain data and decisions
     (
         *("errors", "results", "findings", "schema*", "decide", "checks", "conclusion", "knobs", "next_step"),
-        *("interrupts", "reasons", "words", "certainty", "quality", "attribution*", "sensitivity*", "diagnosis*"),
+        *("interrupts", "addresses"),
+        *("reasons", "words", "certainty", "quality", "attribution*", "sensitivity*", "diagnosis*"),
     ),
     # F1: workload, step and memory with torch; recording and reporting without
     ("workload.", "step", "memory.", "outcomes", "environment", "clock", "tracking*", "report*", "progress", "search*"),
