@@ -26,7 +26,7 @@ from sweep.memory.emulate import NAMES
 from sweep.memory.emulate_kernels import caveats_of
 from sweep.predict_run import STEPS, HollowRun
 from sweep.results import MIB, Phase, Prediction
-from sweep.schema import Config, DeviceConf
+from sweep.schema import Config, DeviceConf, Granularity, Placement
 from sweep.workload import DataSource, build_data
 
 
@@ -133,6 +133,8 @@ def _on_cpu(run: HollowRun, device: DeviceConf) -> Prediction:
 def _prediction(run: HollowRun, device: DeviceConf) -> Prediction:
     peak = run.ledger.peak()
     recomputed = run.flops.get(Phase.recompute.value, 0.0)
+    s = run.config.strategy
+    untouched = s.checkpoint.granularity is Granularity.none and s.offload.placement is Placement.none
     total = sum(run.flops.values())
     return Prediction(
         device=device.name,
@@ -151,4 +153,6 @@ def _prediction(run: HollowRun, device: DeviceConf) -> Prediction:
         peak_phase=peak.phase,
         peak_operator=peak.operator,
         at_peak_mib=dict(peak.at_peak_mib),
+        caveats=list(run.notes),
+        block_share=run.block_share if untouched else None,
     )

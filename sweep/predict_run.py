@@ -18,7 +18,7 @@ from sweep.memory.emulate import CublasWorkspaces, cuda_workspaces, emulated_cud
 from sweep.memory.emulate_device import CudaAnswers
 from sweep.memory.hollow import CPU, hollow
 from sweep.memory.hollow_ledger import HollowLedger
-from sweep.results import MIB, Phase
+from sweep.results import MIB, Category, Phase
 from sweep.schema import Config, DeviceConf, WorkloadConf, plain
 from sweep.step import Phases, accumulate_gradients, run_step, split
 from sweep.strategy import Applied, applied
@@ -26,6 +26,7 @@ from sweep.strategy import offload as offload_strategy
 from sweep.strategy.copier import CudaCopier, PlainCopier
 from sweep.workload import (
     Batch,
+    Block,
     DataSource,
     Loss,
     Workload,
@@ -69,6 +70,8 @@ class HollowRun:
         self.to_host = self.from_host = 0  # bytes, of the last step as it was run
         self.flops: dict[str, float] = {}  # of the last step, by phase
         self.scale = 1.0  # whole window over what was run
+        self.notes: list[str] = []  # of the strategy
+        self.block_share: float | None = None  # of the activations that lie in the blocks
 
     def go(self, data: DataSource, steps: int, what: str, eval_batches: int) -> None:
         try:
@@ -111,10 +114,21 @@ class HollowRun:
                     _evaluate(loop, batch, phases, strategy)
             if what != "forward":
                 strategy.require_effect()
+                self.notes = strategy.notes()
+                self.block_share = _share_of(workload.blocks, ledger, self.mark)
         self.to_host, self.from_host = strategy.moved.to_host_bytes, strategy.moved.from_host_bytes
         self.flops = dict(ledger.flops)
         samples = min(conf.global_batch_size, strategy.micro_batch_size * MICRO_STEPS)
         self.scale = conf.global_batch_size / samples
+
+
+def _share_of(blocks: list[Block], ledger: HollowLedger, mark: int) -> float | None:
+    """The share of the activations, by bytes, that were made within the blocks since `mark`. None: there are none."""
+    log, names = ledger.log, tuple(f"{block.name}." for block in blocks)
+    made = [id for id in log.order[mark:] if id >= 0 and log.category[id] is Category.activation]
+    whole = sum(log.bytes[id] for id in made)
+    inside = sum(log.bytes[id] for id in made if f"{log.module[id]}.".startswith(names))
+    return inside / whole if whole else None
 
 
 def _train(workload: Workload, batch: Batch, phases: Phases, strategy: Applied) -> None:

@@ -140,6 +140,7 @@ class Prediction:
     shapes_differ: bool = False  # the batches differ in shape
     growth_mib_per_step: float = 0.0  # what every step leaves behind: the peak is no constant
     evaluation_mib: float | None = None  # allocated peak of evaluation; None: not predicted
+    block_share: float | None = None  # of the activations that lie in the blocks, where no strategy acts on them
     held_outputs_mib: float = 0.0  # of the peak: outputs that the loop holds until the step ends
 
 

@@ -130,7 +130,7 @@ class WorkloadConf:
     global_batch_size: int = 16  # samples per optimizer step
     seq_len: Optional[int] = None  # tokens per sample, where there are any
     seed: int = 0  # weights, batches and dropout
-    blocks: Optional[str] = None  # pattern of module names, such as "layers.*"; null: found by itself
+    blocks: Any = None  # pattern of module names, such as "layers.*", or several in a list; null: found by itself
 
 
 @dataclass

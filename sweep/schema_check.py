@@ -22,6 +22,11 @@ def check(config: Config) -> None:
                 f"workload.{group}._target_", None, "is missing", "give the import path of a class or function"
             )
 
+    patterns = w.blocks if isinstance(w.blocks, list) else [w.blocks]
+    if w.blocks is not None and not (patterns and all(isinstance(p, str) and p.strip() for p in patterns)):
+        todo = "give a pattern such as layers.*, or a list of them"
+        raise BadInput("workload.blocks", w.blocks, "is no pattern of module names", todo)
+
     micro = s.micro_batch_size
     _at_least("strategy.micro_batch_size", micro, 1)
     if micro is not None and micro > w.global_batch_size:

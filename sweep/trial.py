@@ -42,7 +42,7 @@ from sweep.strategy import check_blocks, micro_batch_size, over_the_batch
 from sweep.strategy.checkpointing import MATMUL_AND_ATTENTION
 from sweep.verify import verify
 from sweep.what_if import has_bf16, what_if
-from sweep.workload import build_data, build_outline, find_blocks
+from sweep.workload import build_data, build_outline, find_blocks, patterns_of
 
 
 def run_trial(
@@ -118,11 +118,13 @@ def _run(
     result.data_version, result.data = data.version, data.describe()
     outline = build_outline(config.workload)
     result.parameters = sum(p.numel() for p in outline.parameters())
-    result.blocks = len(find_blocks(outline, config.workload.blocks))
+    blocks = find_blocks(outline, config.workload.blocks)
+    result.blocks, result.block_patterns = len(blocks), patterns_of(b.name for b in blocks)
 
     if config.mode is Mode.predict:
         check_known(config, outline)
         result.prediction = predict(config, data=data)
+        result.block_share = result.prediction.block_share if result.is_baseline else None
         result.prediction.what_if = what_if(config, data, result.prediction, at_peak_only=True)
         result.outcome = (Outcome.ok if result.prediction.fits else Outcome.over_budget).value
         return
@@ -131,6 +133,7 @@ def _run(
     capacity = config.device.capacity_mib if device.type == "cpu" else limit_memory(config, device)
     try:
         result.prediction = predict(config, data=data)
+        result.block_share = result.prediction.block_share if result.is_baseline else None
     except Exception as error:  # a trial that cannot be predicted can still be measured
         result.prediction_error = one_line(error)
 

@@ -331,3 +331,43 @@ class Methods(nn.Module):
         for index, layer in enumerate(self.layers):
             x = layer(x) if index < self.called else x + layer[2](layer[1](layer[0](x)))
         return x
+
+
+class Detached(Plain):
+    """Blocks whose result takes no gradient; the head's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(W, W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(super().forward(x).detach())
+
+
+_outside: list[int] = []
+
+
+class Outside(nn.Module):
+    """State outside of all modules. `kind`: what it makes of a recomputation: other tensors, or an error."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layers = kind, nn.ModuleList(OutsideBlock(kind) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        _outside[:] = [] if self.kind == "more" else [1] * len(self.layers)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class OutsideBlock(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.body, self.kind = body(), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "raises":
+            return self.body(x * _outside.pop())
+        _outside.append(1)
+        return self.body(torch.cat([x] * len(_outside))).view(len(_outside), *x.shape).mean(0)

@@ -25,6 +25,7 @@ from sweep.workload import (
     build_scheduler,
     build_workload,
     find_blocks,
+    patterns_of,
     to_device,
 )
 
@@ -39,7 +40,7 @@ def layer() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU())
 
 
-def names(model: nn.Module, pattern: str | None = None) -> list[str]:
+def names(model: nn.Module, pattern: str | list[str] | None = None) -> list[str]:
     return [block.name for block in find_blocks(model, pattern)]
 
 
@@ -157,6 +158,21 @@ NESTED = Net(
 ])  # fmt: skip
 def test_patterns_stay_within_one_level(pattern: str, expected: list[str]) -> None:
     assert [n for n in names(NESTED, pattern) if n] == expected
+
+
+def test_several_patterns_are_taken_in_their_order() -> None:
+    both = ["layer2.0", "layer2.1", "layer2.2", "layer1.0"]
+    assert names(NESTED, "layer2.*, layer1.0") == names(NESTED, ["layer2.*", "layer1.0"]) == both
+    assert names(NESTED, "layer1.0,layer1.*") == ["layer1.0", "layer1.1"]
+    with pytest.raises(BadInput, match=r"^workload.blocks=nothing: matches no module"):
+        names(NESTED, ["layer2.*", "nothing"])
+    assert conf(blocks=["layer2.*", "layer1.0"]).blocks == ["layer2.*", "layer1.0"]
+    for wrong in ([], [3], "", {"layers": 1}):
+        with pytest.raises(BadInput, match=r"^workload.blocks="):
+            conf(blocks=wrong)
+    assert patterns_of(["encoder.layers.0", "encoder.layers.11", "layer1.0", "block_3", "mlp2x"]) == [
+        "encoder.layers.*", "layer1.*", "block_*", "mlp2x",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("pattern", ["nothing.*", "layer3.*", "layer1.*.*.*.*", "Layer1.*", "head.weight"])

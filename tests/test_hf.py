@@ -12,6 +12,9 @@ import torch
 import yaml
 
 from sweep.errors import BadInput
+from sweep.schema import CheckpointConf, Granularity, StrategyConf
+from sweep.step import Phases
+from sweep.strategy import applied
 from sweep.workload.build import find_blocks
 from sweep.workload.hf import causal_lm
 from sweep.workload.loss import CrossEntropy
@@ -117,3 +120,24 @@ def test_qwen_has_its_published_number_of_parameters() -> None:
     assert sum(p.numel() for p in model.parameters()) == 494_032_768
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert len(find_blocks(model, conf["blocks"])) == 24
+
+
+def test_the_cache_of_a_model_that_has_one_is_off_under_checkpointing() -> None:
+    transformers = pytest.importorskip("transformers")
+    values = {k: v for k, v in LLAMA.items() if k != "model_type"}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**values))
+    assert model.config.use_cache is True
+    tokens = torch.randint(97, (2, 8))
+    conf = StrategyConf(checkpoint=CheckpointConf(Granularity.blocks))
+    model(tokens).logits.square().sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with applied(conf, model, find_blocks(model), 2, Phases(), torch.device("cpu")) as force:
+        out = model(tokens)
+        assert out.past_key_values is None
+        out.logits.square().sum().backward()
+        force.require_effect()
+        assert ["use_cache=False" in note for note in force.notes()] == [True]
+    assert model.config.use_cache is True
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)

@@ -21,13 +21,14 @@ from small_workloads import STRATEGIES, VARIANTS, WORKLOADS, config, data_of
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from sweep.errors import NotEquivalent, NothingOffloaded
+from sweep.errors import NotEquivalent, NothingOffloaded, NothingRecomputed
 from sweep.measure import ledger_pass
 from sweep.predict import predict
 from sweep.results import Verification
 from sweep.schema import Dtype, Granularity, OffloadImplementation, Placement
 from sweep.step import Phases, run_step
 from sweep.strategy import applied
+from sweep.trial import run_trial
 from sweep.verify import MOVED, ROUNDING, TOLERANCE, verify
 from sweep.verify_draws import FixedDraws
 from sweep.workload import Workload, build_workload
@@ -360,3 +361,67 @@ def test_copies_of_state_are_counted_and_predicted(name: str) -> None:
     c = config(HARD[name], "checkpoint", measure={"steps": 1})
     data = data_of(c.workload)
     assert predict(c, data, emulations="cpu").peak.mib == ledger_pass(c, CPU, data, None).mib
+
+
+# -- strategies that do nothing, or act on a part ----------------------------------------------------------------------
+
+
+def test_blocks_that_are_never_called_are_named() -> None:
+    said = "the model's forward does not call layers.*; name modules that it calls with workload.blocks"
+    with pytest.raises(NothingRecomputed, match=re.escape(f"no block was computed again: {said}")):
+        three_steps(hard("Methods"), "checkpoint")
+    with pytest.raises(NothingOffloaded, match=re.escape(said)):
+        three_steps(hard("Methods"), "offload_inputs")
+    for strategy in ("checkpoint", "offload_first_2", "hybrid_every_2"):
+        notes = three_steps(hard("Methods", called=1), strategy)[1]
+        assert re.fullmatch(r"[13] of [24] blocks were never called: layers\.[12].*", notes[0]), notes
+
+
+def test_a_trial_that_did_nothing_says_so_and_is_never_recommended() -> None:
+    result = run_trial(config(hard("Methods"), "checkpoint", mode="predict"), "checkpoint")
+    assert (result.outcome, result.reason) == ("failed", "nothing_recomputed")
+    assert result.error.startswith("NothingRecomputed: strategy.checkpoint.granularity=blocks: no block was computed")
+
+
+def test_blocks_whose_result_takes_no_gradient_are_said_to_be_of_no_use_in_backward() -> None:
+    c = config(hard("Detached"), "checkpoint")
+    with pytest.raises(NothingRecomputed, match=r"layers\.\*: nothing of it was needed in backward"):
+        three_steps(hard("Detached"), c.strategy.name)
+
+
+@pytest.mark.parametrize(("kind", "words"), [
+    ("more", r"layers\.3 computes other tensors when it is computed again"),
+    ("raises", r"layers\.3 fails when it is computed again \(IndexError: pop from empty list\)"),
+])  # fmt: skip
+def test_state_that_no_guard_reaches_is_named_by_its_block(kind: str, words: str) -> None:
+    with pytest.raises(NotEquivalent, match=words + ".*look for state that its forward changes"):
+        three_steps(hard("Outside", kind=kind), "checkpoint")
+
+
+@pytest.mark.parametrize(("workload", "moved"), [("Plain", 3), ("Recycling", 3), ("Looped", 7)])
+def test_the_tail_of_offload_begins_with_the_last_calls(workload: str, moved: int) -> None:
+    """In units of the bytes of one block's call. All blocks are alike; Looped runs its four twice."""
+    found = []
+    for keep in (0, 1):
+        more = {"kind": "average"} if workload == "Looped" else {}
+        offload = {"placement": "blocks", "blocks": "first:4", "min_tensor_kib": 0.0, "keep_last": keep}
+        c = config(hard(workload, **more), {"offload": offload}, measure={"steps": 1})
+        w = build_workload(c.workload, CPU, data_of(c.workload))
+        with applied(c.strategy, w.model, w.blocks, 8, Phases(), CPU) as force:
+            for step in range(2):
+                force.moved.reset()
+                run_step(w, w.train_batch(step), Phases(), around_forward=force.around_forward)
+            found.append(force.moved.to_host_bytes)
+    assert found[1] / found[0] == pytest.approx(moved / (moved + 1), rel=0.02)
+
+
+def test_blocks_are_named_in_a_trial_with_their_share_of_the_activations() -> None:
+    result = run_trial(config(hard("EncoderDecoder"), "baseline", mode="predict"), "baseline")
+    assert result.block_patterns == ["encoder.layers.*", "decoder.layers.*"]
+    assert result.blocks == 5
+    assert result.block_share is not None
+    assert result.block_share > 0.9
+    one = run_trial(config(hard("EncoderDecoder") | {"blocks": "encoder.layers.0"}, "baseline", mode="predict"), "one")
+    assert one.block_patterns == ["encoder.layers.*"]
+    assert one.block_share is not None
+    assert 0.05 < one.block_share < 0.3
