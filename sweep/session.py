@@ -136,8 +136,9 @@ class Session:
             done = self._known(config) if begun else None
             if done is None:
                 return self._trial(config, trial_name(config, overrides), folder, overrides)
-            words = f"{trial_name(config, overrides)}: the same computation as {done.name}, so not run again"
-            self.display.console.print(words, markup=False, highlight=False)
+            name = trial_name(config, overrides)
+            same = "" if name == done.name else f", as {done.name}"
+            self.display.console.print(f"{name}: computed already{same}", markup=False, highlight=False)
             return self._again(done, config, folder)
 
     def _again(self, done: TrialResult, config: Config, folder: Path) -> TrialResult:
