@@ -13,8 +13,18 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from sweep.schema import Config, Granularity, OffloadConf, Placement, SearchSpaceConf, StrategyConf, typed
-from sweep.strategy import micro_batch_size
+from sweep.errors import BadInput
+from sweep.schema import (
+    CheckpointConf,
+    Config,
+    Granularity,
+    OffloadConf,
+    Placement,
+    SearchSpaceConf,
+    StrategyConf,
+    typed,
+)
+from sweep.strategy import check_blocks, micro_batch_size
 from sweep.trial import digest
 from sweep.workload import build_outline, find_blocks
 
@@ -52,9 +62,18 @@ def choices(config: Config) -> Choices:
     found = Choices(sorted(set(sizes), reverse=True))
     blocks = find_blocks(build_outline(w), w.blocks)
     if not blocks:
+        for key, asked in (("first_blocks", s.first_blocks), ("parts", s.parts)):
+            if asked:
+                todo = "name them with workload.blocks, or leave it out"
+                raise BadInput(f"search.space.{key}", asked, "the model has no repeated blocks", todo)
         return found
     found.every_k = sorted({k for k in s.every_k if k <= len(blocks)}, reverse=True)
     found.selective = s.selective
+    for part in s.parts or ():
+        try:
+            check_blocks(StrategyConf("", checkpoint=CheckpointConf(Granularity.parts, parts=[part])), blocks)
+        except BadInput as error:
+            raise BadInput("search.space.parts", part, error.wrong, error.todo) from error
     found.parts = s.parts if s.parts is not None else _parts_worth_it(blocks[0].module)
     _add_offload(found, s, config.strategy.offload, len(blocks))
     return found
@@ -69,6 +88,11 @@ def _parts_worth_it(block: Any) -> list[str]:
 
 def _add_offload(found: Choices, s: SearchSpaceConf, offload: OffloadConf, blocks: int) -> None:
     movable = blocks - offload.keep_last
+    for n in s.first_blocks or ():
+        if n > movable:
+            wrong = f"the model has {blocks} blocks, of which {max(movable, 0)} may be offloaded"
+            todo = f"give 1 to {movable}, or lower strategy.offload.keep_last" if movable > 0 else "leave it out"
+            raise BadInput("search.space.first_blocks", n, wrong, todo)
     if movable < 1:
         return
     wanted = s.first_blocks or [round(blocks * share) for share in (0.25, 0.5, 0.75)]
@@ -84,7 +108,7 @@ def suggest(config: DictConfig, trial: Any) -> None:
     """Ask an Optuna trial for one strategy."""
     key = digest(OmegaConf.to_container(config, resolve=False))
     if key not in _choices:
-        _choices[key] = choices(typed(config))
+        _choices[key] = choices(typed(config, whole=False))
     c = _choices[key]
     trial.suggest_categorical(MICRO, c.micro_batch_sizes)
     granularity = trial.suggest_categorical(GRANULARITY, c.granularities)

@@ -119,6 +119,8 @@ def as_bad_input(error: BaseException) -> BadInput | None:
 
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return _from_hydra(error)
+    if key := _full_key(str(error)):  # OmegaConf names the key in whatever it runs into
+        return BadInput(key, _value_on_command_line(key), "cannot be set so", "see --help for what may be set")
     return None
 
 

@@ -25,6 +25,10 @@ class BadInput(SweepError):
         return type(self), (self.key, self.value, self.wrong, self.todo)
 
 
+class DoesNotFit(BadInput):
+    """A strategy that the model's blocks do not allow: of several trials, the other ones still run."""
+
+
 class DeviceOutOfMemory(SweepError):
     """The emulated device (`device.capacity_mib` on a CPU) is full. Stands for torch.OutOfMemoryError there."""
 

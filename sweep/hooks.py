@@ -30,6 +30,8 @@ from sweep.words import number
 
 #: Violation of a limit by a trial that died before a number was known.
 UNKNOWN_BY = 1.0
+#: What a trial is searched by: numbers of `read`, and of `limits`.
+OBJECTIVES, CONSTRAINTS = ("samples_per_s", "peak_mib"), ("memory", "eval_loss", "throughput", "valid")
 #: User attribute of a study: the points of its plan, so that a search that is gone on with is not planned again.
 PLAN = "plan"
 
@@ -49,10 +51,10 @@ class Preflight:
         """Let it run, refuse it with its violation, or name the trial that was the same computation."""
         if not self.enabled:
             return None
-        config = self._config(job.config)
         try:
+            config = self._config(job.config)
             judgement = self.forecast.judge(config)
-        except NoEffect as error:
+        except (BadInput, NoEffect) as error:  # a strategy that means nothing, or does not fit the model
             return {"run": False, "outcome": Outcome.invalid.value, "constraints": {"valid": 1.0}, "reason": str(error)}
         except CannotPredict as error:
             if not self._not_predictable:
@@ -157,7 +159,7 @@ def limits(
     result: TrialResult, baseline: TrialResult | None, config: Config, predicted_over: float | None = None
 ) -> dict[str, float]:
     """By what share a trial is beyond each limit; 0 or below: within. NaN where a peak that is capped is not known."""
-    found = {"memory": 0.0, "eval_loss": 0.0, "throughput": 0.0, "valid": 0.0}
+    found = dict.fromkeys(CONSTRAINTS, 0.0)
     if result.outcome in (Outcome.oom_device.value, Outcome.oom_host.value):
         # How far beyond it would have gone is not known; a prediction that knew better says more.
         found["memory"] = max(predicted_over or 0.0, 0.01) if predicted_over is not None else UNKNOWN_BY
@@ -200,7 +202,7 @@ def plan(search: Any) -> list[dict[str, Any]]:
         kept = search.study.user_attrs.get(PLAN)
     if kept is not None:
         return list(kept)
-    config = typed(search.space.config)
+    config = typed(search.space.config, whole=False)
     config.device = resolve_device(config.device)
     candidates = _candidates(search, config)
     whole = config.workload.global_batch_size

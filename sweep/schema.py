@@ -261,8 +261,11 @@ class Config:
     explain: bool = False  # profile the baseline and the preferred trial, and say where memory and time went
 
 
-def typed(cfg: Union[DictConfig, dict[str, Any]]) -> Config:
-    """The composed config as dataclasses, interpolations resolved, checked for what depends on several fields."""
+def typed(cfg: Union[DictConfig, dict[str, Any]], *, whole: bool = True) -> Config:
+    """The composed config as dataclasses, interpolations resolved, checked for what depends on several fields.
+
+    whole: False for one that lacks the words that a search adds, so that nothing can be said of several fields yet.
+    """
     node = cfg if isinstance(cfg, DictConfig) else OmegaConf.create(cfg)
     _refuse_unknown(node, Config, "")
     if OmegaConf.get_type(node) is not Config:
@@ -271,7 +274,8 @@ def typed(cfg: Union[DictConfig, dict[str, Any]]) -> Config:
     assert isinstance(config, Config)
     from sweep.schema_check import check  # it needs the classes of this file
 
-    check(config)
+    if whole:
+        check(config)
     if config.tracking.uri is not None:
         config.tracking.uri = conceal(config.tracking.uri)
     return config

@@ -9,6 +9,10 @@ from sweep.schema import Config, Granularity, Mode, Placement, SearchConf
 def check(config: Config) -> None:
     """Raise BadInput for values that are wrong by themselves or against each other. Needs no model."""
     w, s, b, d, m = config.workload, config.strategy, config.budget, config.device, config.measure
+    for key, name in (("strategy.name", s.name), ("workload.name", w.name), ("device.name", d.name)):
+        if not name.strip() or set(name) & set("/\\\0") or name in (".", ".."):
+            wrong = "is no name: folders are called by it"
+            raise BadInput(key, repr(name), wrong, "give one without path separators, such as my_own")
     _at_least("workload.global_batch_size", w.global_batch_size, 1)
     _at_least("workload.seq_len", w.seq_len, 1)
     _above_zero("workload.optimizer.lr", w.optimizer.lr)
@@ -73,10 +77,10 @@ def check(config: Config) -> None:
     _above_zero("measure.timeout_s", m.timeout_s)
     _check_search(config.search, w.global_batch_size)
     if config.mode is Mode.diagnose:
-        _check_diagnosis(config)
+        check_diagnosis(config)
 
 
-def _check_diagnosis(config: Config) -> None:
+def check_diagnosis(config: Config) -> None:
     """A diagnosis looks at the baseline and predicts; what asks for more than that would be left out silently."""
     if config.search.name is not None:
         raise BadInput("search", config.search.name, "mode=diagnose searches for nothing", "leave one of the two out")

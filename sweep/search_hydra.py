@@ -129,6 +129,17 @@ def space_of(given: Mapping[str, Any], arguments: list[str], loader: ConfigLoade
     )
 
 
+def compositions(space: Space) -> list[list[str]]:
+    """The words of jobs that together have every choice of every key, as far as MOST_COMPOSITIONS goes."""
+    texts = dict(iter_texts(space))
+    first = {key: found[0] for key, found in texts.items()}
+    chosen = [first, *({**first, key: text} for key, found in texts.items() for text in found[1:])]
+    return [
+        [w if isinstance(w, str) else f"{w.key}={each[w.key]}" for w in space.words]
+        for each in chosen[:MOST_COMPOSITIONS]
+    ]
+
+
 def fixed_of(given: Mapping[str, Any], job_config: DictConfig, space: Space) -> dict[str, str]:
     """Digests of what is not searched and can change a result."""
     return fixed_digests(job_config, [bare(key) for key in space.parameters], list(given["irrelevant"] or ()))
@@ -228,12 +239,8 @@ class HydraRunner:
 
         Raises Hydra's own exceptions.
         """
-        texts = dict(iter_texts(space))
-        first = {key: found[0] for key, found in texts.items()}
-        words = [first, *({**first, key: text} for key, found in texts.items() for text in found[1:])]
-        for chosen in words[:MOST_COMPOSITIONS]:
-            said = [w if isinstance(w, str) else f"{w.key}={chosen[w.key]}" for w in space.words]
-            self.loader.load_sweep_config(self.config, said)
+        for words in compositions(space):
+            self.loader.load_sweep_config(self.config, words)
 
     def compose(self, number: int, overrides: list[str]) -> tuple[DictConfig, Path | None]:
         config = self.loader.load_sweep_config(self.config, overrides)

@@ -130,6 +130,8 @@ class Space:
             return static
         try:
             return list(walk(static, self.suggest_rest, limit))
+        except BadInput:
+            raise
         except Exception:  # Continuous, TooMany, or it needs more of a trial than a walk has
             return None
 

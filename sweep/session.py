@@ -23,7 +23,7 @@ from sweep.addresses import words_of
 from sweep.decide import grouped
 from sweep.diagnose_job import diagnoses_in, print_all, run_diagnosis
 from sweep.diagnosis import Diagnosis
-from sweep.errors import EXIT_NOTHING_FEASIBLE, EXIT_OK
+from sweep.errors import EXIT_NOTHING_FEASIBLE, EXIT_OK, BadInput, DoesNotFit
 from sweep.interrupts import whole
 from sweep.isolate import run_isolated
 from sweep.memory.device import resolve_device
@@ -41,6 +41,8 @@ from sweep.trial_names import name_strategy, trial_name, without_search
 #: What verification of trials in their own processes has in common, while a command runs.
 VERIFIED = ".verified"
 ROOT = Path(__file__).resolve().parent.parent
+#: Reason code of a trial that cannot be run as it was set.
+BAD_SETTING = "bad_setting"
 SECRET = (
     "The secret in tracking.uri is stored and shown as ***. To keep it out of the shell's history, too, set "
     "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or _TOKEN) in its place, or tracking.uri='${oc.env:NAME}'"
@@ -58,6 +60,7 @@ class Session:
     ) -> None:
         self.folder, self.state, self.conf, self.owner = folder, state, conf, owner
         self.display = Display(trials, report_console() if owner else Console(quiet=True))
+        self.sweep = True  # of several trials, perhaps
         self.checked: dict[str, Any] = {}  # what check_trial has built already
         self.closed = False
         self._baselines: dict[str, TrialResult] = {}  # ended ones, by fixed_id
@@ -86,6 +89,7 @@ class Session:
         if study and before is not None and before.study == study:
             state.started_at, state.parent_run_id = before.started_at, before.parent_run_id
         session = cls(folder, state, config.tracking, trials=trials)
+        session.sweep = sweep
         store = session._store
         if store is not None:
             tracking.initialise(store)
@@ -122,7 +126,10 @@ class Session:
         overrides = without_search(overrides)
         config.device = resolve_device(config.device)
         name_strategy(config)
-        check_trial(config, self.checked)
+        try:
+            check_trial(config, self.checked)
+        except DoesNotFit as error:
+            return self._invalid(config, folder, overrides, error)
         if is_baseline(config.strategy, config.workload.global_batch_size):
             with self._lock(config):
                 done = self._known_baseline(config)
@@ -152,7 +159,6 @@ class Session:
         with self.display.trial(config.workload.name, what="predicting"):
             return run_diagnosis(config, folder, overrides, self._store, self.display.predicting)
 
-    @whole()
     def refuse(
         self, config: Config, folder: Path, overrides: Sequence[str], prediction: Prediction, reason: str
     ) -> TrialResult:
@@ -160,10 +166,28 @@ class Session:
         config.device = resolve_device(config.device)
         name_strategy(config)
         overrides = without_search(overrides)
-        result = describe(config, trial_name(config, overrides))
-        result.overrides, result.command = overrides, shlex.join(["python", "train.py", *overrides])
+        result = self._planned(config, trial_name(config, overrides), overrides)
         result.outcome, result.evidence = Outcome.over_budget.value, Evidence.predicted.value
         result.prediction, result.error = replace(prediction, fits=False), reason
+        return self._record(result, folder)
+
+    def _invalid(self, config: Config, folder: Path, overrides: Sequence[str], error: BadInput) -> TrialResult:
+        """Record a trial that cannot be run, since its strategy does not fit the model. The others can."""
+        result = self._planned(config, trial_name(config, overrides), overrides)
+        result.outcome, result.reason, result.error = Outcome.invalid.value, BAD_SETTING, str(error)
+        self._record(result, folder)
+        self.display.skip()
+        self.display.console.print(single_line(result), markup=False, highlight=False)
+        return result
+
+    def _planned(self, config: Config, name: str, overrides: Sequence[str]) -> TrialResult:
+        result = describe(config, name)
+        result.overrides, result.command = list(overrides), shlex.join(["python", "train.py", *overrides])
+        return result
+
+    @whole()
+    def _record(self, result: TrialResult, folder: Path) -> TrialResult:
+        """Leave the result.json and the MLflow run of a trial that is not run."""
         if self._store is not None:
             with tracking.start_trial(self._store, self.state.parent_run_id, result, system_metrics=False) as run:
                 run.log(result)
@@ -216,9 +240,7 @@ class Session:
 
     def _trial(self, config: Config, name: str, folder: Path, overrides: Sequence[str]) -> TrialResult:
         folder.mkdir(parents=True, exist_ok=True)
-        planned = describe(config, name)
-        planned.overrides = list(overrides)
-        planned.command = shlex.join(["python", "train.py", *overrides])
+        planned = self._planned(config, name, overrides)
         with self.display.trial(name):
             if self._store is None:
                 result = self._compute(config, planned, folder)
@@ -238,7 +260,12 @@ class Session:
         first_round = config.measure.interleave and not self.state.study
         shared = self.folder / VERIFIED
         run = partial(run_isolated, folder=folder, shared=shared) if in_own_process(config) else run_trial
-        result = run(config, planned.name, progress=self.display.step, first_round=first_round)
+        try:
+            result = run(config, planned.name, progress=self.display.step, first_round=first_round)
+        except BadInput as error:
+            if not self.sweep or planned.is_baseline:
+                raise
+            result = replace(planned, outcome=Outcome.invalid.value, reason=BAD_SETTING, error=str(error))
         result.overrides, result.command = planned.overrides, planned.command
         save(result, folder)
         return result

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from sweep.environment import environment
-from sweep.errors import BadInput, NotEquivalent, NotOnDevice, SweepError
+from sweep.errors import BadInput, DoesNotFit, NotEquivalent, NotOnDevice, SweepError
 from sweep.findings import Run, Trace
 from sweep.measure import Progress, Steps, measure, no_progress, repeat
 from sweep.measure_summary import evidence_of
@@ -256,7 +256,10 @@ def digest(value: Any) -> str:
 
 
 def check_trial(config: Config, seen: dict[str, Any]) -> None:
-    """Raise BadInput for what only the data, the model or this machine can tell. `seen` spares work in a sweep."""
+    """Raise BadInput for what only the data, the model or this machine can tell. `seen` spares work in a sweep.
+
+    DoesNotFit is raised last: where all else is right and the strategy does not fit the model's blocks.
+    """
     w = config.workload
     if config.mode is Mode.measure and not machine_has(config.device):
         raise BadInput(
@@ -274,7 +277,10 @@ def check_trial(config: Config, seen: dict[str, Any]) -> None:
         seen[data_key].train_batch(0, 1)
     if model_key not in seen:
         seen[model_key] = find_blocks(build_outline(w), w.blocks)
-    check_blocks(config.strategy, seen[model_key])
+    try:
+        check_blocks(config.strategy, seen[model_key])
+    except BadInput as error:
+        raise DoesNotFit(error.key, error.value, error.wrong, error.todo) from error
 
 
 def check_known(config: Config, model: nn.Module) -> None:

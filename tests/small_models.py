@@ -173,6 +173,17 @@ class Ending(TupleModel):
         return super().forward(tokens)
 
 
+class Blockless(nn.Module):
+    """Two layers that have nothing in common."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 16), nn.Linear(16, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.last(self.first(images.flatten(1)).tanh())
+
+
 def mean_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """A loss as people write it: the mean over the batch, no count."""
     return F.mse_loss(model(batch["inputs"]).flatten(1), batch["targets"][:, None].float().expand(-1, 10))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import subprocess
@@ -9,12 +10,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import train
 from sweep.cli import guarded
+from sweep.results import read_trials
 
 ROOT = Path(__file__).resolve().parent.parent
 
+SEARCH = ["search=budget", "hydra.sweeper.storage=null"]
+BUDGET = ["hydra/sweeper=budget", "hydra.sweeper.storage=null"]
+BLOCKLESS = ["workload=convnet_digits", "workload.model._target_=small_models.Blockless"]
 #: Arguments, how the line begins, and a word that it must contain (what to do, or what would have been right).
 CASES: list[tuple[list[str], str, str]] = [
     (["strategy=nope"], "strategy=nope", "checkpoint_selective"),
@@ -69,6 +75,25 @@ CASES: list[tuple[list[str], str, str]] = [
     (["workload.model.heads=3"], "workload.model", "heads"),
     (["workload=hf_causal_lm"], "workload.model.config=null", "model_type"),
     (["workload.model={width: 64}"], "workload.model={width: 64}", "+workload.model"),
+    (["-m", "strategy=glob(zzz*)"], "strategy=glob(zzz*)", "checkpoint_selective"),
+    (["-m", "strategy=baseline,glob(zzz*)"], "strategy=baseline,glob(zzz*)", "checkpoint_selective"),
+    (["-m", "strategy=micro_batch,glob(b*)"], "strategy=micro_batch,glob(b*)", "give it alone"),
+    (["-m", "strategy=baseline", "workload.seed=range(3,3)"], "workload.seed=range(3,3)", "leaves its stop out"),
+    (["-m", "workload.seed=range(5,2),range(1,3)"], "workload.seed=range(5,2),range(1,3)", "beyond the start"),
+    (["-m", "+hydra.sweeper.params={strategy: '1,2'}"], "hydra.sweeper.params={strategy: '1,2'}", "see --help"),
+    ([*BUDGET, "strategy=glob(zzz*)"], "strategy=glob(zzz*)", "checkpoint_selective"),
+    ([*BUDGET, "strategy=micro_batch", "workload.seed=range(3,3)"], "workload.seed=range(3,3)", "leaves its stop out"),
+    ([*BUDGET, "strategy.micro_batch_size=choice(32,64)"], "strategy.micro_batch_size=32", "1 to 16"),
+    ([*SEARCH, "hydra.sweeper.constraints=[nosuch]"], "hydra.sweeper.constraints=nosuch", "memory or eval_loss"),
+    ([*SEARCH, "hydra.sweeper.objectives=[nosuch]"], "hydra.sweeper.objectives=nosuch", "samples_per_s"),
+    ([*SEARCH, "search.space.first_blocks=[99]"], "search.space.first_blocks=99", "1 to 7"),
+    ([*SEARCH, "search.space.parts=[nosuch]"], "search.space.parts=nosuch", "attn"),
+    ([*BLOCKLESS, "strategy=checkpoint"], "strategy.checkpoint.granularity=blocks", "workload.blocks"),
+    (["-m", *BLOCKLESS, "strategy=checkpoint,hybrid"], "strategy.checkpoint.granularity=blocks", "workload.blocks"),
+    ([*SEARCH, *BLOCKLESS, "search.space.first_blocks=[1]"], "search.space.first_blocks=[1]", "no repeated blocks"),
+    (["-m", "strategy.name=x/../../escaped"], "strategy.name='x/../../escaped'", "path separators"),
+    (["strategy.name='a\\b'"], "strategy.name=", "path separators"),
+    (["workload.name=.."], "workload.name='..'", "path separators"),
     (["tracking.uri=ftp://example.invalid"], "tracking.uri=ftp://example.invalid", "sqlite"),
 ]
 
@@ -96,6 +121,67 @@ def test_one_line_and_exit_code_2(
     assert contains in lines[0]
     assert "; " in lines[0], "says what to do"
     assert not list(tmp_path.rglob("result.json")), "nothing ran"
+
+
+# What is wrong with one trial is no fault of the others
+
+
+def outcomes(
+    arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, code: int = 0
+) -> dict[str, tuple[str, str]]:
+    """Outcome and error by strategy, of one command in this process."""
+    monkeypatch.setattr("sweep.report_plots.draw", lambda report: [])
+    where = [f"hydra.sweep.dir={folder}/sweep", "tracking.enabled=false"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments, *where])
+    assert guarded(train.main) == code
+    found = [trial for _, trial in read_trials(folder)]
+    return {trial.name: (trial.outcome, trial.error) for trial in found}
+
+
+TINY = ["workload.model.layers=3", "workload.model.d_model=32", "workload.seq_len=16", "workload.data.max_mib=1",
+        "measure=quick", "measure.steps=1", "measure.repeats=1"]  # fmt: skip
+
+
+def test_a_strategy_that_does_not_fit_the_model_is_an_invalid_trial_of_a_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = outcomes(["-m", *BLOCKLESS, "strategy=glob(*)", "mode=predict"], tmp_path, monkeypatch)
+    assert {name for name, (outcome, _) in found.items() if outcome == "ok"} == {"baseline", "micro_batch"}
+    for name, (outcome, error) in found.items():
+        if outcome != "ok":
+            assert outcome == "invalid", name
+            assert error.startswith("strategy."), error
+            assert "workload.blocks" in error
+    report = json.loads((tmp_path / "sweep" / "report.json").read_text())
+    assert {c["reasons"][0] for c in report["candidates"] if c["outcome"] == "invalid"} == {"bad_setting"}
+
+
+def test_a_search_answers_a_strategy_that_does_not_fit_the_model_as_infeasible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*BUDGET, *BLOCKLESS, "strategy=checkpoint,micro_batch", "measure=quick", "measure.steps=1"]
+    found = outcomes(words, tmp_path, monkeypatch)
+    assert found["micro_batch"][0] == "ok"
+    written = yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text())
+    (misfit,) = [t for t in written["trials"] if t["params"]["strategy"] == "checkpoint"]
+    assert (misfit["outcome"], misfit["constraints"]["valid"]) == ("invalid", 1.0)
+    assert "no repeated blocks" in misfit["reason"]
+
+
+@pytest.mark.parametrize(("words", "values"), [
+    (["strategy=checkpoint", "strategy.checkpoint.granularity=parts", "strategy.checkpoint.parts=choice([attn],[mlp])"],
+     ["[attn]", "[mlp]"]),
+    (["strategy=offload", "strategy.offload.placement=blocks", "strategy.offload.min_tensor_kib=1",
+      "strategy.offload.blocks=choice('first:1','first:2')"], ["first:1", "first:2"]),
+])  # fmt: skip
+def test_a_search_over_values_that_need_each_other_checks_its_points(
+    words: list[str], values: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = outcomes([*BUDGET, *words, *TINY], tmp_path, monkeypatch)
+    assert {outcome for outcome, _ in found.values()} == {"ok"}
+    written = yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text())
+    assert sorted(next(iter(t["params"].values())) for t in written["trials"]) == values
+    assert len(found) == 3
 
 
 @pytest.mark.parametrize(("content", "wrong"), [(b"", "empty"), (b"abc", "too small"), (b"\x00\xff" * 4096, "text")])
