@@ -128,6 +128,28 @@ def test_known_values_can_be_read_and_computed_with() -> None:
         assert counter.item() == 1.0
 
 
+@pytest.mark.parametrize(("rate", "drops"), [(0.0, False), (1.0, True)])
+def test_a_random_number_against_a_rate_that_leaves_no_choice_is_known(rate: float, drops: bool) -> None:
+    with HollowLedger():
+        for number in (torch.rand([]), torch.rand(1)):
+            assert bool(number < rate) is drops
+            assert bool(number >= rate) is not drops
+            with pytest.raises(CannotPredict, match="reads a value"):
+                bool(number < 0.5)
+            number.mul_(3)
+            with pytest.raises(CannotPredict, match="reads a value"):
+                bool(number < rate)
+
+
+def test_weights_can_be_drawn_within_bounds() -> None:
+    original = torch.nn.init._no_grad_trunc_normal_
+    with HollowLedger():
+        layer = torch.nn.Linear(64, 64)
+        assert torch.nn.init.trunc_normal_(layer.weight, std=0.02) is layer.weight
+    assert torch.nn.init._no_grad_trunc_normal_ is original
+    assert torch.nn.init.trunc_normal_(torch.empty(9), std=0.02).abs().max() <= 2
+
+
 def test_known_values_are_lost_when_unknown_ones_are_written() -> None:
     x = hollow((3,), torch.float32)
     with HollowLedger():

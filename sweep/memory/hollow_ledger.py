@@ -46,6 +46,10 @@ PACK = torch.ops.aten._pack_padded_sequence.default
 #: Gradients are taken to be finite: a scaler's check leaves its flag as it is.
 FINITE_CHECK = "aten._amp_foreach_non_finite_check_and_unscale_"
 
+#: What a random number of [0, 1) is known to be without drawing it: not below a rate of 0, below one of 1. Many models
+#: draw one for each layer although none is to be dropped.
+BELOW = {torch.ops.aten.lt.Scalar: True, torch.ops.aten.ge.Scalar: False}
+
 _FLOPS = object()
 
 
@@ -70,6 +74,7 @@ class HollowLedger(Ledger):
         self._forms = Forms(known, as_cuda)
         self._known = self._forms.known
         self._real: dict[int, weakref.ref[Any]] = {}  # storages of the tensors that have values
+        self._drawn: dict[int, weakref.ref[Any]] = {}  # storages of single random numbers of [0, 1)
         self.sides = False  # whether the host's tensors are told from the device's
         self._forced: bool | None = None
 
@@ -79,11 +84,16 @@ class HollowLedger(Ledger):
             # tolist reads memory without asking any mode; the others that do (numpy, dlpack) refuse by themselves.
             self._tolist = Tensor.tolist
             Tensor.tolist = self._refuse_tolist()  # type: ignore[method-assign]
+            self._truncated = getattr(nn.init, "_no_grad_trunc_normal_", None)
+            if self._truncated is not None:
+                nn.init._no_grad_trunc_normal_ = self._any_weights
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._entered == 1:
             Tensor.tolist = self._tolist  # type: ignore[method-assign]
+            if self._truncated is not None:
+                nn.init._no_grad_trunc_normal_ = self._truncated
         super().__exit__(*error)
 
     def _refuse_tolist(self) -> Any:
@@ -95,6 +105,10 @@ class HollowLedger(Ledger):
             return original(tensor)
 
         return tolist
+
+    def _any_weights(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """It draws again while a value is out of bounds. Weights that have no values are done as they are."""
+        return tensor if is_hollow(tensor) else self._truncated(tensor, *args, **kwargs)  # type: ignore[misc]
 
     # -- dispatch ----------------------------------------------------------------------------------------------------
 
@@ -127,6 +141,11 @@ class HollowLedger(Ledger):
                 pass  # an operator that only CUDA has: its result has no values
         if func is PACK:
             return self._packed(op, *args)
+        if func in BELOW and self._is_decided(*args):
+            decided = torch.tensor((args[1] >= 1) is BELOW[func])
+            self._keep_real(decided)
+            self._see(decided, op.name)
+            return decided
         key = key_of(func, args, kwargs)
         form = self._known.get(key)
         if form is None:
@@ -141,7 +160,15 @@ class HollowLedger(Ledger):
             return self._made_with_workspace(op, args, kwargs, form)
         if self._phase == Phase.optimizer and isinstance(form, Result) and form.shape == ():
             return self._one(form.dtype, op.name)
-        return self._new(form, op.name) if op.effect is Effect.one_new else self._made(form, op.name, [])
+        if op.effect is not Effect.one_new:
+            return self._made(form, op.name, [])
+        result = self._new(form, op.name)
+        if op.name == "aten.rand" and result.numel() == 1:
+            self._remember(self._drawn, result)
+        return result
+
+    def _is_decided(self, number: Tensor, rate: float) -> bool:
+        return not 0 < rate < 1 and number.untyped_storage()._cdata in self._drawn
 
     def _packed(self, op: Op, padded: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
         """Sequences one after the other, and how many there are at each step, as a tensor with memory gives it."""
@@ -290,7 +317,7 @@ class HollowLedger(Ledger):
 
     def _mutated(self, op: Op, args: Any, kwargs: Any) -> Any:
         """What an operator returns that writes to its arguments: these."""
-        if self._real and op.name != FINITE_CHECK:
+        if (self._real or self._drawn) and op.name != FINITE_CHECK:
             for position in op.written:
                 self._forget(_argument(op, position, args, kwargs))
         if op.returned is None:
@@ -301,15 +328,19 @@ class HollowLedger(Ledger):
     # -- tensors that have values ------------------------------------------------------------------------------------
 
     def _keep_real(self, tensor: Tensor) -> None:
+        self._remember(self._real, tensor)
+
+    @staticmethod
+    def _remember(storages: dict[int, weakref.ref[Any]], tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        real = self._real
-        real[key] = weakref.ref(storage, lambda _: real.pop(key, None))
+        storages[key] = weakref.ref(storage, lambda _: storages.pop(key, None))
 
     def _forget(self, value: Any) -> None:
         """The tensors in `value` have been written to by something that has no values."""
         if isinstance(value, Tensor):
-            self._real.pop(value.untyped_storage()._cdata, None)
+            for storages in (self._real, self._drawn):
+                storages.pop(value.untyped_storage()._cdata, None)
         elif isinstance(value, (list, tuple)):
             for item in value:
                 self._forget(item)
