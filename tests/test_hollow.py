@@ -231,6 +231,20 @@ def test_a_large_lstms_workspace_follows_from_a_small_ones(monkeypatch: pytest.M
         lstm_events(HollowLedger(), hollow((6, 100, 32), torch.float32))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_embeddings_take_what_they_take(dtype: torch.dtype, mode: str) -> None:
+    def events(ledger: Ledger, tokens: Tensor) -> list[tuple[str, int, str]]:
+        with HollowLedger() if is_hollow(tokens) else Ledger():
+            model = nn.EmbeddingBag(50, 32, mode=mode, dtype=dtype)
+        with ledger:
+            model(tokens).sum().backward()
+        return [(e.kind, e.bytes, e.operator) for e in ledger.events]
+
+    real = events(Ledger(), torch.randint(50, (16, 12)))
+    assert events(HollowLedger(), hollow((16, 12), torch.int64)) == real
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 @pytest.mark.parametrize("lengths", [[5, 3, 3, 1], [1, 5, 3, 3]])
 def test_packed_sequences_take_what_they_take(kind: type[nn.RNNBase], lengths: list[int]) -> None:

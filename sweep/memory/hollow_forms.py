@@ -4,6 +4,8 @@ Shape functions know of devices: some results differ between the CPU and CUDA, s
 16 bits. For the CPU, FakeTensorMode with its fake CPU device is asked. For CUDA, of which there can be no fake tensors
 where there is no CUDA, it is torch's meta device, whose functions take CUDA's side; what has none there is asked of
 FakeTensorMode.
+
+Some answers are put right by the kernels' sources: layouts, oneDNN's LSTM, and what bags of embeddings leave.
 """
 
 from __future__ import annotations
@@ -86,6 +88,8 @@ class Forms:
                 given = _prepared(name, _fake(args))
                 out = func(*given, **{key: _fake(value) for key, value in kwargs.items()})
                 form = _laid_out(name, _form(out, {}, []), given, contiguous_groups=self._as_cuda)
+            if name.startswith("aten._embedding_bag") and not name.endswith("backward"):
+                return _with_bags(form, *args[:5])
             if func is LSTM_LAYER:
                 return _with_workspace(form, lstm_workspace(args))
             return [replace(result, same_storage_as=-1) for result in form] if func is LSTM_BACKWARD else form
@@ -101,6 +105,18 @@ def _with_workspace(form: Form, nbytes: int) -> Form:
     """The form of an LSTM layer with `nbytes` of workspace as its last result."""
     *results, workspace = form
     return (*results, replace(workspace, nbytes=nbytes, rounded=round_up(nbytes), shape=(nbytes,), stride=(1,)))
+
+
+def _with_bags(form: Form, weight: Tensor, indices: Any, offsets: Any, scale: Any = False, mode: int = 0) -> Form:
+    """Of the bags of all indices the CPU's kernel (EmbeddingBag.cpp) makes one more than it keeps; where it sums rows
+    of bf16, which the shape function does not know of, it makes none."""
+    out, bags, *others = form
+    if not bags.nbytes:
+        return form
+    none = mode == 0 and weight.dtype is torch.bfloat16 and weight.stride(1) == 1
+    nbytes = 0 if none else bags.nbytes + bags.nbytes // bags.shape[0]
+    bags = replace(bags, nbytes=nbytes, rounded=round_up(nbytes), shape=(0,) if none else bags.shape)
+    return (out, bags, *others)
 
 
 def _prepared(name: str, args: Any) -> Any:
