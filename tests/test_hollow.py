@@ -311,3 +311,27 @@ def test_numbers_are_assumed_for_optimizers_alone() -> None:
             assert x.norm().item() == 1.0
         with phases(Phase.forward), pytest.raises(CannotPredict):
             x.norm().item()
+
+
+@pytest.mark.parametrize(
+    ("shape", "compute"),
+    [
+        ((6, 40), lambda x: F.mse_loss(x, torch.ones(6, 40))),
+        ((6, 40), lambda x: F.mse_loss(x, torch.ones(6, 40), reduction="none").mean()),
+        ((6, 40), lambda x: F.smooth_l1_loss(x, torch.ones(1, 40))),
+        ((6, 40), lambda x: F.binary_cross_entropy(x.sigmoid(), torch.ones(6, 40))),
+        ((2, 36, 49), lambda x: F.fold(x, (9, 9), 3)),
+        ((2, 4, 9, 9), lambda x: F.unfold(x, 3)),
+        ((6, 40), lambda x: x.max()),
+        ((6, 40), lambda x: x / x.abs().max()),
+    ],
+)
+def test_kernels_keep_and_read_what_they_do(shape: tuple[int, ...], compute: Callable[[Tensor], Tensor]) -> None:
+    """Reduced losses keep the memory of all their terms, folding that of all patches; max asks for NaN backward."""
+
+    def events(ledger: Ledger, inputs: Tensor) -> list[tuple[str, int, str]]:
+        with ledger:
+            compute(inputs.requires_grad_()).sum().backward()
+        return [(e.kind, e.bytes, e.operator) for e in ledger.events]
+
+    assert events(HollowLedger(), hollow(shape, torch.float32)) == events(Ledger(), torch.randn(shape))

@@ -10,6 +10,7 @@ Some answers are put right by the kernels' sources: layouts, oneDNN's LSTM, and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,16 +50,23 @@ Form = Any
 #: are not all contiguous. That counts: whatever takes a gradient that is not contiguous copies it first.
 _CONTIGUOUS = {
     "aten.native_layer_norm_backward", "aten._log_softmax_backward_data", "aten.mse_loss_backward",
-    "aten.smooth_l1_loss_backward",
+    "aten.smooth_l1_loss_backward", "aten.huber_loss_backward",
 }  # fmt: skip
 #: By the position of the argument that it is laid out like, channels last or contiguous.
 _LIKE_IMAGES = {
     "aten.native_batch_norm": 0, "aten.native_batch_norm_backward": 1, "aten.native_group_norm_backward": 1,
+    "aten.native_channel_shuffle": 0, "aten.reflection_pad2d_backward": 1, "aten.replication_pad2d_backward": 1,
 }  # fmt: skip
 #: By the positions of the arguments that a loop over all elements goes by.
 _ELEMENTWISE = {
+    "aten.hardtanh_backward": (0, 1), "aten.hardsigmoid_backward": (0, 1), "aten.logit_backward": (0, 1),
     "aten.elu_backward": (0, 5), "aten.hardswish_backward": (0, 1), "aten.leaky_relu_backward": (1, 0),
     "aten.native_dropout_backward": (0, 1), "aten.softplus_backward": (0, 1), "aten.threshold_backward": (1, 0),
+}  # fmt: skip
+#: Kernels that make their result as large as the arguments and then cut it down, which keeps the memory: reduced losses
+#: (by the position of the reduction; BinaryOps.cpp, Loss.cpp) and the sum over overlapping patches (Col2Im.cpp).
+_CUT_DOWN = {
+    "aten.mse_loss": 2, "aten.smooth_l1_loss": 2, "aten.binary_cross_entropy": 3, "aten.col2im": None,
 }  # fmt: skip
 
 
@@ -129,6 +137,8 @@ def _laid_out(name: str, form: Form, args: Any, *, contiguous_groups: bool) -> F
     first, *others = (form,) if isinstance(form, Result) else form if isinstance(form, (tuple, list)) else (None,)
     if not isinstance(first, Result):  # None where no gradient is asked for
         return form
+    if name in _CUT_DOWN:
+        return _cut_down(first, args, _CUT_DOWN[name])
     if name in _CONTIGUOUS:
         stride = _strides(torch.contiguous_format, first.shape)
     elif name in _LIKE_IMAGES:
@@ -142,6 +152,14 @@ def _laid_out(name: str, form: Form, args: Any, *, contiguous_groups: bool) -> F
         return form
     first = replace(first, stride=stride)
     return first if isinstance(form, Result) else type(form)([first, *others])
+
+
+def _cut_down(result: Result, args: Any, reduction: int | None) -> Result:
+    if reduction is not None and len(args) > reduction and args[reduction] == 0:
+        return result
+    made = args[0].shape if reduction is None else torch.broadcast_shapes(args[0].shape, args[1].shape)
+    nbytes = max(result.nbytes, math.prod(made) * result.dtype.itemsize)
+    return replace(result, nbytes=nbytes, rounded=round_up(nbytes))
 
 
 def _strides(memory_format: torch.memory_format, shape: Any) -> tuple[int, ...]:

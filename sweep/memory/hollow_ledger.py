@@ -6,9 +6,9 @@ call and for every look at a tensor's device.
 
 Small tensors whose values are known (`torch.tensor(0.0)`, `torch.arange(n)`: an optimizer's step counters, a gradient
 scaler's scale, position numbers) stay real, and operators on them alone are computed, so that their values can be read.
-Every other look at a value raises CannotPredict, with one exception: a number that an optimizer computes of its
-tensors, such as the norm that Adafactor reads or that gradients are clipped by, is taken to be 1, since no shape
-depends on it.
+Every other look at a value raises CannotPredict, with two exceptions, on which no shape depends: a number that an
+optimizer computes of its tensors, such as the norm that Adafactor reads or that gradients are clipped by, is taken to
+be 1, and a number that is asked whether it is NaN or infinite (the backward of `max()` does) is taken to be finite.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ REAL_INTEGERS, REAL_FLOATS = 65536, 256
 READS = {"aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::is_nonzero", "aten::allclose"}
 EMPTY = torch.ops.aten.empty.memory_format
 PACK = torch.ops.aten._pack_padded_sequence.default
+NAN_CHECKS = {"aten.isnan", "aten.isinf"}
 #: Gradients are taken to be finite: a scaler's check leaves its flag as it is.
 FINITE_CHECK = "aten._amp_foreach_non_finite_check_and_unscale_"
 
@@ -158,8 +159,8 @@ class HollowLedger(Ledger):
             self._count_flops(op, key, args, kwargs, form)
         if op.workspace is not None:
             return self._made_with_workspace(op, args, kwargs, form)
-        if self._phase == Phase.optimizer and isinstance(form, Result) and form.shape == ():
-            return self._one(form.dtype, op.name)
+        if isinstance(form, Result) and form.shape == () and (self._phase == Phase.optimizer or op.name in NAN_CHECKS):
+            return self._assumed(0 if op.name in NAN_CHECKS else 1, form.dtype, op.name)
         if op.effect is not Effect.one_new:
             return self._made(form, op.name, [])
         result = self._new(form, op.name)
@@ -191,8 +192,8 @@ class HollowLedger(Ledger):
         self._see(tensor, operator)
         return tensor
 
-    def _one(self, dtype: torch.dtype, operator: str) -> Tensor:
-        number = torch.ones((), dtype=dtype)
+    def _assumed(self, value: int, dtype: torch.dtype, operator: str) -> Tensor:
+        number = torch.full((), value, dtype=dtype)
         self._keep_real(number)
         self._see(number, operator)
         return number
