@@ -169,12 +169,12 @@ def check_memory(candidate: TrialResult, facts: Facts, cap: float | None, source
         short = "" if prediction.headroom_mib is None else f", short by {mib(-prediction.headroom_mib)}"
         words = f"predicted to reserve {mib(prediction.reserved_mib)}, which does not fit {prediction.device}{short}"
         found.add("over_memory", words)
-    elif candidate.measurement is None and prediction is not None and prediction.caveats:
+    elif candidate.measurement is None and prediction is not None and prediction.unsure:
         left = [(cap - peak) / cap] if cap else []
         if prediction.headroom_mib is not None and prediction.capacity_mib:
             left.append(prediction.headroom_mib / prediction.capacity_mib)
         if left:
-            words = f"less sure, {percent(min(left))} are left: {'; '.join(prediction.caveats)}"
+            words = f"less sure, {percent(min(left))} are left: {'; '.join(prediction.unsure)}"
             found.add("uncertain", words, blocks=min(left) < UNSURE)
 
 

@@ -34,7 +34,8 @@ class Predicted:
     error_ratio: float | None  # predicted over measured allocated peak, less one; None: nothing was measured
     evidence: str = Evidence.predicted.value
     what_if: list[WhatIf] = field(default_factory=list)  # changes of the workload, which are no candidates
-    caveats: list[str] = field(default_factory=list)  # what is not counted, or not known
+    caveats: list[str] = field(default_factory=list)  # what is not counted, not known or to be known
+    unsure: bool = False  # some of them leave open how much it takes
 
     @classmethod
     def of(cls, p: Prediction, measured_mib: float | None) -> Predicted:
@@ -59,6 +60,7 @@ class Predicted:
             error_ratio=error,
             what_if=list(p.what_if),
             caveats=list(p.caveats),
+            unsure=bool(p.unsure),
         )
 
 
@@ -113,7 +115,7 @@ class Row:
     mlflow_run_id: str | None
     predicted: Predicted | None
     prediction_error: str  # why a trial that was measured has no prediction
-    premises: list[tuple[str, str]]  # what one has to know of its peak, and the number in it
+    premises: list[tuple[str, str]]  # what one has to know of its peak, and the number in it, if there is one
 
     @classmethod
     def of(cls, result: TrialResult, decision: Decision, explanation: Explanation | None = None) -> Row:
@@ -208,14 +210,7 @@ def _premises(source: Measurement | Prediction | None, peak_mib: float | None) -
     """What one has to know of a peak, and the number in it; what is equal for several trials is said once."""
     if source is None:
         return []
-    found = []
-    if source.shapes_differ and source.largest_step is not None:
-        found.append(("the batches differ in shape, the peak is that of the largest", f"step {source.largest_step}"))
-    if source.growth_mib_per_step > 0:
-        left = f"{mib(source.growth_mib_per_step)} per step"
-        found.append(("memory that every step leaves behind, so the peak goes on growing", left))
-    if source.evaluation_mib is not None and source.peak is not None and source.peak.phase == "evaluation":
-        found.append(("the peak lies in evaluation, not in training", mib(source.evaluation_mib)))
+    found = [(caveat, "") for caveat in source.caveats]
     held = source.held_outputs_mib if isinstance(source, Prediction) else 0.0
     if held >= WORTH_A_LINE * (peak_mib or 0.0) and held > 0:
         what = "outputs at the peak that the loop holds until the step ends (workload.hold_outputs=false lets them go)"

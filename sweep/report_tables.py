@@ -111,7 +111,7 @@ def _predicted_columns(wide: bool, room: int) -> list[_Column]:
 def _headroom(p: Predicted) -> str:
     if p.headroom_mib is None:
         return "fits" if p.fits else "no"
-    return f"{'+' if p.headroom_mib >= 0 else ''}{number(p.headroom_mib)}{'?' if p.caveats else ''}"
+    return f"{'+' if p.headroom_mib >= 0 else ''}{number(p.headroom_mib)}{'?' if p.unsure else ''}"
 
 
 def _fits_style(row: Row) -> str:

@@ -168,7 +168,7 @@ def single_line(result: TrialResult) -> str:
     elif p is not None:
         short = p.headroom_mib is not None and p.headroom_mib < 0
         room = "" if p.headroom_mib is None else f" by {mib(abs(p.headroom_mib))}"
-        fits = ("should fit" if p.caveats else "fits") if p.fits else f"{'short' if short else 'does not fit'}"
+        fits = ("should fit" if p.unsure else "fits") if p.fits else f"{'short' if short else 'does not fit'}"
         parts += [f"allocated {mib(p.allocated_mib)}", f"reserved {mib(p.reserved_mib)}", f"{fits}{room}"]
         if p.peak_phase:
             parts.append(f"peak in {p.peak_phase} {p.peak_operator}".rstrip())

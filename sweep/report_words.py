@@ -63,8 +63,10 @@ def premise_lines(section: Section) -> list[str]:
     known = sum(r.predicted is not None or r.step_ms is not None for r in section.rows)
     of = "" if section.predicts else ", of the predictions"
     for row in section.rows:
-        caveats = row.predicted.caveats if row.predicted is not None else []
-        for what, value in [*((f"{caveat}{of}", "") for caveat in caveats), *row.premises]:
+        # A measured row's own come first; what is the same of its prediction is said once.
+        own = [what for what, _ in row.premises]
+        predicted = row.predicted.caveats if row.predicted is not None else []
+        for what, value in [*row.premises, *((f"{c}{of}", "") for c in predicted if c not in own)]:
             found.setdefault(what, {}).setdefault(value, []).append(row.name)
     lines = []
     for what, values in found.items():
@@ -73,7 +75,8 @@ def premise_lines(section: Section) -> list[str]:
             " ".join(w for w in (value, "" if everywhere else f"({', '.join(names)})") if w)
             for value, names in values.items()
         ]
-        lines.append(capital(f"{what}: {'; '.join(told)}".removesuffix(": ")) + ".")
+        # Without a number there is nothing to say but whose it is.
+        lines.append(capital(f"{what}{': ' if any(values) else ' ' if told[0] else ''}{'; '.join(told)}") + ".")
     return lines + blocks_line(section)
 
 
@@ -119,7 +122,7 @@ def table_notes(section: Section) -> list[str]:
 
 
 def _unsure(section: Section) -> str:
-    unsure = any(r.predicted is not None and r.predicted.caveats for r in section.rows)
+    unsure = any(r.predicted is not None and r.predicted.unsure for r in section.rows)
     return " (?: less what is not counted)." if unsure else "."
 
 

@@ -106,6 +106,10 @@ class Peak:
     at_phase_peak_mib: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
+#: How caveats begin that leave no doubt about `fits`.
+WHOSE_PEAK = ("the batches differ in shape", "the peak is in evaluation")
+
+
 @dataclass
 class Prediction:
     """What a step would take on a device. Nothing was run: theoretical, never a gain."""
@@ -134,7 +138,7 @@ class Prediction:
     peak_operator: str = ""
     at_peak_mib: dict[str, float] = field(default_factory=dict)
     what_if: list[WhatIf] = field(default_factory=list)  # where the peak does not lie in the activations
-    #: What is not counted, or not known, in one line each: shown under the table, and `fits` is less sure by them.
+    #: What is not counted, not known or to be known, in one line each: shown under the table. See `unsure`.
     caveats: list[str] = field(default_factory=list)
     largest_step: int | None = None  # optimizer step (from 0) with the peak; None: all steps are alike
     shapes_differ: bool = False  # the batches differ in shape
@@ -142,6 +146,11 @@ class Prediction:
     evaluation_mib: float | None = None  # allocated peak of evaluation; None: not predicted
     block_share: float | None = None  # of the activations that lie in the blocks, where no strategy acts on them
     held_outputs_mib: float = 0.0  # of the peak: outputs that the loop holds until the step ends
+
+    @property
+    def unsure(self) -> list[str]:
+        """The caveats that leave open how much it takes; the others say whose peak it is."""
+        return [c for c in self.caveats if not c.startswith(WHOSE_PEAK)]
 
 
 @dataclass
@@ -204,6 +213,7 @@ class Measurement:
     shapes_differ: bool = False  # the batches differ in shape
     growth_mib_per_step: float = 0.0  # what every step leaves behind: the peak is no constant
     evaluation_mib: float | None = None  # allocated peak of evaluation; None: not measured
+    caveats: list[str] = field(default_factory=list)  # what is not known of the peak, or is to be known, one line each
 
 
 @dataclass

@@ -340,6 +340,8 @@ def test_what_a_prediction_does_not_count_makes_it_less_sure_and_is_said() -> No
     assert (decision.verdict, decision.reasons) == ("accept", ["uncertain"])
     assert "not counted: workspaces" in decision.why
     assert judged(changed(PREDICTED, prediction=sure), PREDICTED_BASE).reasons == []
+    whose = dataclasses.replace(sure, caveats=["the peak is in evaluation: it takes 150.0 MiB, training 90.0 MiB"])
+    assert judged(changed(PREDICTED, prediction=whose), PREDICTED_BASE).reasons == []
     near = judged(changed(PREDICTED, prediction=unsure), PREDICTED_BASE, memory_mib=151)
     assert (near.verdict, near.reasons) == ("tune", ["uncertain"])
     comparison = conclude([PREDICTED_BASE, changed(PREDICTED, prediction=unsure)], BudgetConf(memory_mib=200), None)

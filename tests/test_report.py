@@ -308,17 +308,16 @@ def test_what_peaks_rest_on_is_told_once_below_the_table_in_every_form(tmp_path:
         r.prediction.held_outputs_mib = held
         r.block_patterns, r.block_share = ["encoder.layers.*", "decoder.layers.*"], 0.31
     first, second = results[0].prediction, results[1].prediction
-    assert first is not None and second is not None and second.peak is not None
-    first.shapes_differ, first.largest_step, first.growth_mib_per_step = True, 3, 2.5
-    second.evaluation_mib, second.peak.phase = 77.0, "evaluation"
+    assert first is not None and second is not None
+    first.caveats = [*first.caveats, "the batches differ in shape: the peak is that of step 3"]
+    second.caveats = [*second.caveats, "every step leaves 2.5 MiB behind"]
     report = build(results, BudgetConf(), 9000.0, tmp_path)
     section = report.sections[0]
     unbroken = " ".join(printed(report, 300).split())
     for text in (unbroken, markdown(report).replace("\\", ""), html(report)):
         assert text.count("Not counted: workspaces.") == 1
-        assert "step 3 (baseline)" in text
-        assert "2.5 MiB per step (baseline)" in text
-        assert "evaluation, not in training: 77.0 MiB (micro_batch)" in text
+        assert "The batches differ in shape: the peak is that of step 3 (baseline)." in text
+        assert "Every step leaves 2.5 MiB behind (micro_batch)." in text
         assert "100.0 MiB (micro_batch)" in text
         assert "encoder.layers." in text and "31 % of the baseline" in text and "WARNING" in text
     assert section.data()["block_share"] == 0.31
