@@ -206,7 +206,7 @@ class _Comparison:
         except CheckpointError as error:  # recomputation saw other tensors than forward: something has changed between
             return self._different(one_line(error), scope, "state", "", expected)
         except NotEquivalent as error:
-            return self._different(str(error), scope, "unknown", "", expected)
+            return self._different(str(error), scope, error.reason or "unknown", "", expected)
         found = differences(expected, actual)
         result = _verification(found, expected, scope, 0.0)
         if found.none:

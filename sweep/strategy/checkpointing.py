@@ -8,6 +8,7 @@ Python's and numpy's random numbers are drawn again as torch's are; and what was
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -16,6 +17,7 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,7 +32,6 @@ from sweep.step import Phases
 from sweep.strategy.patching import Forward, patched_forward
 from sweep.strategy.state import StateGuard, restored, with_tensors, without_tensors
 from sweep.workload import Block
-from sweep.workload.randomness import python_states, restore
 
 #: Results that `selective` keeps: they are dear to compute. Everything else is cheap and computed again.
 MATMUL_AND_ATTENTION = (
@@ -111,6 +112,7 @@ def recomputed(
     `parts` are the modules that `forward` runs; their state is guarded while it is computed again.
     """
     name, guard = parts[0].name, StateGuard([(part.name, part.module) for part in parts])
+    draws = _Draws()
     done.asked.append(name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -122,7 +124,7 @@ def recomputed(
         recipe, tensors = without_tensors((args, kwargs))
         first = [(args, kwargs)]
         del args, kwargs
-        snapshot, states = guard.before(), python_states()
+        snapshot, states = guard.before(), draws.states()
 
         def call(*flat: Any) -> Any:
             positional, named = first.pop() if first else with_tensors(recipe, flat)
@@ -133,7 +135,7 @@ def recomputed(
                 yield phases(Phase.recompute)
                 yield done.counting(name)
                 yield restored(snapshot)
-                yield _random_from(states)
+                yield states.again()
                 if kept is not None:
                     yield _Reusing(kept, results)
 
@@ -142,6 +144,7 @@ def recomputed(
 
         out = checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
         guard.after(snapshot)
+        draws.learn(states)
         return out
 
     return run
@@ -164,15 +167,45 @@ class _Repeatedly(AbstractContextManager[None]):
         return self._entered.pop().__exit__(*error)
 
 
-@contextmanager
-def _random_from(states: Any) -> Iterator[None]:
-    """Python's and numpy's random numbers from `states` on, inside; torch's are checkpoint's own matter."""
-    now = python_states()
-    restore(states)
-    try:
-        yield
-    finally:
-        restore(now)
+@dataclass
+class _States:
+    """The states of Python's generator and of numpy's global one, where that is drawn from."""
+
+    python: Any
+    numpy: Any
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Random numbers as they were drawn from here on, inside; torch's are checkpoint's own matter."""
+        now = _States(random.getstate(), None if self.numpy is None else np.random.get_state())
+        self._set()
+        try:
+            yield
+        finally:
+            now._set()
+
+    def _set(self) -> None:
+        random.setstate(self.python)
+        if self.numpy is not None:
+            np.random.set_state(self.numpy)
+
+
+class _Draws:
+    """Takes the states before each run. numpy's takes long, and is taken in the first runs and where these drew."""
+
+    RUNS = 8
+
+    def __init__(self) -> None:
+        self._left, self._from_numpy = self.RUNS, False
+
+    def states(self) -> _States:
+        return _States(random.getstate(), np.random.get_state() if self._left or self._from_numpy else None)
+
+    def learn(self, before: _States) -> None:
+        if self._left and not self._from_numpy:
+            self._left -= 1
+            (_, keys, *rest), (_, keys_now, *rest_now) = before.numpy, np.random.get_state()
+            self._from_numpy = rest != rest_now or not np.array_equal(keys, keys_now)
 
 
 @dataclass
@@ -191,7 +224,8 @@ class Recomputed:
             yield
         except Exception as error:
             if type(error).__name__ != "_StopRecomputationError" and outcome_of(error) is Outcome.failed:
-                raise NotEquivalent(f"{name} fails when it is computed again ({one_line(error)}); {_LOOK}") from error
+                wrong = f"fails when it is computed again ({one_line(error)})"
+                raise NotEquivalent(f"{name} {wrong}; {_LOOK}", "state") from error
             raise
 
 
@@ -205,7 +239,7 @@ def differences_named(done: Recomputed) -> Iterator[None]:
         yield
     except CheckpointError as error:
         wrong = f"computes other tensors when it is computed again ({one_line(error)})"
-        raise NotEquivalent(f"{done.last} {wrong}; {_LOOK}") from error
+        raise NotEquivalent(f"{done.last} {wrong}; {_LOOK}", "state") from error
 
 
 _NO_CHAIN = (

@@ -160,14 +160,14 @@ class _Home:
     #: Buffers whose former values do not matter, though each run changes them: statistics for evaluation.
     statistics: bool = False
     copied: dict[str, bool] = field(default_factory=dict)  # whether it is copied before each run; not there: not known
-    seen: list[int] = field(default_factory=list)  # ids of the values when `mutable` was found
-    mutable: list[str] = field(default_factory=list)  # names of what could be changed in place
+    looks: int = 3  # to take before the next runs; one more after something was rebound
+    mutable: list[str] = field(default_factory=list)  # names of what could be changed in place, as of the last look
 
     def look(self) -> list[str]:
-        ids = list(map(id, self.state.values()))
-        if ids != self.seen:
-            self.seen, self.mutable = ids, [n for n, v in self.state.items() if n not in self.skip and self._can(v)]
-        return self.mutable
+        if self.looks:
+            self.looks -= 1
+            self.mutable = [n for n, v in self.state.items() if n not in self.skip and self._can(v)]
+        return [n for n in self.mutable if n in self.state] if self.mutable else []
 
     def _can(self, value: Any) -> bool:
         if isinstance(value, Tensor):
@@ -247,7 +247,8 @@ class StateGuard:
                 if _mark(found.bound[name]) != mark:
                     raise NotEquivalent(
                         f"{home.owner}.{name} is changed in place, but was not in the first run: what it was before is "
-                        "not known when the block is computed again"
+                        "not known when the block is computed again",
+                        "state",
                     )
 
 
@@ -262,7 +263,8 @@ def restored(snapshot: Snapshot) -> Iterator[None]:
             if home.statistics:
                 state.update({name: copier.copy(buffer) for name, buffer in state.items()})
                 continue
-            _put(state, found.bound)
+            if _put(state, found.bound):
+                home.looks = max(home.looks, 1)
             for name, value in found.copies.items():
                 state[name] = copier.copy(value)
     try:
@@ -272,12 +274,14 @@ def restored(snapshot: Snapshot) -> Iterator[None]:
             _put(state, wanted)
 
 
-def _put(state: dict[str, Any], wanted: dict[str, Any]) -> None:
+def _put(state: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    """Make `state` hold what is wanted. Returns whether it held anything else."""
     if len(state) == len(wanted) and all(map(is_, state.values(), wanted.values())):
-        return
+        return False
     for name in [n for n in state if n not in wanted]:
         del state[name]
     state.update(wanted)
+    return True
 
 
 def _clone(tensor: Tensor) -> Tensor:
