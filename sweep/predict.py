@@ -67,7 +67,8 @@ def predict(
     except (RuntimeError, AssertionError) as error:
         if "Cannot access data pointer" in str(error):
             raise CannotPredict("the model hands a tensor's memory to other code (such as numpy)") from error
-        if ("CUDA" in str(error) or "accelerator" in str(error)) and not isinstance(error, torch.OutOfMemoryError):
+        asks_for_cuda = any(word in str(error).lower() for word in ("cuda", "accelerator"))
+        if asks_for_cuda and not isinstance(error, torch.OutOfMemoryError):
             asks = "the model asks for CUDA in a way that has no answer here" if on_cuda else "the model asks for CUDA"
             raise CannotPredict(f"{asks}: {str(error).splitlines()[0].split('. ')[0]}") from error
         raise

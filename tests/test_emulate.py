@@ -508,7 +508,7 @@ def test_torch_cuda_answers_as_the_card(told: HollowLedger) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(1)
     with torch.device("cuda"):
-        assert torch.zeros(3).is_cuda
+        assert torch.zeros(3).is_cuda and torch.tensor([1.0]).is_cuda and torch.as_tensor([1.0]).is_cuda
     with pytest.raises(CannotPredict, match=r"torch\.cuda\.memory_summary"):
         cuda.memory_summary()
 

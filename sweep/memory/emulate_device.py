@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._device import _device_constructors
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext, _device_constructors
 
 from sweep.errors import CannotPredict
 from sweep.memory.hollow import CPU
@@ -155,7 +156,10 @@ class CudaAnswers:
             kwargs.pop("pin_memory", None)
             if isinstance(data, Tensor) and device is None:
                 return original(data, *args, **kwargs).requires_grad_(requires_grad or data.requires_grad)
-            made = original(data, *args, **kwargs)
+            if device is None:
+                modes = [m for m in _get_current_function_mode_stack() if isinstance(m, DeviceContext)]
+                device = modes[-1].device if modes else None
+            made = original(data, *args, device=CPU, **kwargs)
             if device is not None:
                 made = made.to(device)
             return made.requires_grad_() if requires_grad else made
