@@ -57,6 +57,7 @@ def build(setting: Setting) -> Job:
     except KeyError:
         raise BadInput("--family", setting.family, "is not known", f"give one of {', '.join(FAMILIES)}") from None
     workload, strategy = family(setting)
+    workload["hold_outputs"] = False  # the losses hold what the published loops held
     profile = load_profile(setting.device)
     profile.cublas_workspace_mib = cublas_workspace_mib(profile, setting.torch)
     device = resolve_device(profile)

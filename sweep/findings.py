@@ -40,6 +40,8 @@ class Run:
     eval_loss: float | None = None  # held-out loss after the last step; None: this seed was evaluated before
     peak_allocated_mib: float | None = None  # CUDA only
     peak_reserved_mib: float | None = None  # CUDA only
+    evaluation_mib: float | None = None  # CUDA only: allocated peak of evaluation
+    notes: list[str] = field(default_factory=list)  # what is to be known of its numbers, one line each
     to_host_mib: float = 0.0  # moved in one optimizer step
     from_host_mib: float = 0.0
     fresh_process: bool = False

@@ -14,17 +14,27 @@ import torch
 from sweep.clock import StepTime, clock_for
 from sweep.conditions import Watch
 from sweep.findings import Run
+from sweep.memory.passes import plan_of
 from sweep.outcomes import NotFinite
 from sweep.results import MIB, Phase
 from sweep.schema import Config, MeasureConf
 from sweep.step import Phases, run_step, split
 from sweep.strategy import applied
 from sweep.workload import DataSource, Workload, build_workload, to_device
+from sweep.workload.randomness import seed_everything
 
 
 def rounds_of(conf: MeasureConf) -> int:
     """Whole runs of each trial: one per repeat, and at least one per seed."""
     return max(conf.repeats, conf.seeds)
+
+
+def planned_steps(config: Config, *, first_round: bool | None = None) -> int:
+    """Optimizer steps of one run of a trial, warm-up included. first_round: whether it is one of several whole runs;
+    None: as the config says, since a search repeats at once."""
+    m = config.measure
+    whole_runs = m.interleave and config.search.name is None if first_round is None else first_round
+    return m.warmup_steps + m.steps * (1 if whole_runs or m.seeds > 1 else m.repeats)
 
 
 def round_config(config: Config, index: int) -> Config:
@@ -58,7 +68,10 @@ def timed_run(
     m, phases, clock = config.measure, Phases(), clock_for(device)
     run = Run(index=index, seed=config.workload.seed, started_at=datetime.now(UTC).isoformat(timespec="seconds"))
     workload = build_workload(config.workload, device, data)
-    torch.manual_seed(config.workload.seed + 1)
+    seed_everything(config.workload.seed + 1)
+    on_cuda = device.type == "cuda"
+    differ = on_cuda and plan_of(workload, m.warmup_steps + m.steps * windows, 0).differ
+    skipped: list[int] = []
     with ExitStack() as stack:
         strategy = stack.enter_context(
             applied(
@@ -75,22 +88,28 @@ def timed_run(
             with phases(Phase.data):
                 batch = workload.train_batch(step)
             step += 1
-            return run_step(
+            result = run_step(
                 workload,
                 batch,
                 phases,
                 micro_batch_size=strategy.micro_batch_size,
                 around_forward=strategy.around_forward,
-            ).loss
+            )
+            if not result.updates:
+                skipped.append(step - 1)
+            return result.loss
 
+        if on_cuda:
+            torch.cuda.reset_peak_memory_stats(device)
         for _ in range(m.warmup_steps):
             run.train_loss.append(_finite(one_step().item(), step))
             advance("warm-up")
         strategy.moved.reset()
         watch = Watch(device)
-        if device.type == "cuda":
+        if on_cuda:
             torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
+            if not differ:  # else the largest batch may have been one of the warm-up's
+                torch.cuda.reset_peak_memory_stats(device)
         times: list[StepTime] = []
         watch.begin()
         for _ in range(windows):
@@ -104,9 +123,7 @@ def timed_run(
             times += clock.read()
             run.train_loss += [_finite(loss.item(), step) for loss in losses]
         run.conditions = watch.end()
-        if device.type == "cuda":
-            run.peak_allocated_mib = torch.cuda.max_memory_allocated(device) / MIB
-            run.peak_reserved_mib = torch.cuda.max_memory_reserved(device) / MIB
+        _read_peaks(run, device)
         strategy.require_effect()
         run.step_times_ms = [step_ms for step_ms, _ in times]
         run.phases_ms = _medians([by_phase for _, by_phase in times])
@@ -114,7 +131,27 @@ def timed_run(
         run.to_host_mib = strategy.moved.to_host_bytes / MIB / len(times)
         run.from_host_mib = strategy.moved.from_host_bytes / MIB / len(times)
         run.eval_loss = evaluate(workload, m, strategy.micro_batch_size)
+        if run.eval_loss is not None:
+            run.evaluation_mib = _read_peaks(run, device)
+    timed = [step for step in skipped if step >= m.warmup_steps]
+    if timed:
+        never = ", and with it every update: the peak of a GPU is without the optimizer's state"
+        run.notes.append(
+            f"the gradient scaler skipped {len(timed)} of the {len(times)} timed steps (overflow)"
+            f"{never if len(skipped) == step else ''}; raise measure.warmup_steps"
+        )
     return run
+
+
+def _read_peaks(run: Run, device: torch.device) -> float | None:
+    """Raise the run's peaks to CUDA's since the last look, which begins anew. Returns MiB allocated, None off CUDA."""
+    if device.type != "cuda":
+        return None
+    allocated, reserved = (f(device) / MIB for f in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved))
+    run.peak_allocated_mib = max(run.peak_allocated_mib or 0.0, allocated)
+    run.peak_reserved_mib = max(run.peak_reserved_mib or 0.0, reserved)
+    torch.cuda.reset_peak_memory_stats(device)
+    return allocated
 
 
 def _medians(by_step: list[dict[str, float]]) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import dataclass, field
 
 from sweep.certainty import good_runs, median_interval
 from sweep.findings import Run
@@ -14,15 +15,37 @@ from sweep.schema import Config
 MIN_WARMUP_STEPS, MIN_TIMED_STEPS, MIN_REPEATS = 2, 10, 2
 
 
-def summary(config: Config, runs: list[Run], peak: Peak | None) -> Measurement:
+@dataclass
+class Seen:
+    """What the memory pass saw, in the words of Measurement."""
+
+    peak: Peak | None = None  # None: there was none
+    peak_mib: float = math.nan  # in the last of the planned steps
+    largest_step: int | None = None
+    shapes_differ: bool = False
+    growth_mib_per_step: float = 0.0
+    evaluation_mib: float | None = None
+    caveats: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, m: Measurement) -> Seen:
+        """What was seen for an earlier measurement of the trial."""
+        return cls(
+            m.peak, m.peak_allocated_mib, m.largest_step, m.shapes_differ, m.growth_mib_per_step, m.evaluation_mib,
+            list(m.caveats),
+        )  # fmt: skip
+
+
+def summary(config: Config, runs: list[Run], seen: Seen | None = None) -> Measurement:
     """The measurement of a trial whose repeats are `runs`; those with an error are kept in it and do not count.
 
-    config: as it was resolved. peak: the ledger's, from one untimed pass. Raises ValueError without a run that counts.
+    config: as it was resolved. seen: by the ledger, in one untimed pass. Raises ValueError without a run that counts.
     """
+    seen = Seen() if seen is None else seen
     m, on_cuda = config.measure, config.device.type == "cuda"
     measurement = Measurement(
         evidence="", steps=m.steps, repeats=0, step_ms=0.0, step_ms_low=0.0, step_ms_high=0.0, samples_per_s=0.0,
-        tokens_per_s=None, peak_allocated_mib=math.nan, peak_reserved_mib=None, peak=peak, runs=runs,
+        tokens_per_s=None, peak_allocated_mib=math.nan, peak_reserved_mib=None, peak=seen.peak, runs=runs,
     )  # fmt: skip
     good = good_runs(measurement)
     if not good:
@@ -41,8 +64,12 @@ def summary(config: Config, runs: list[Run], peak: Peak | None) -> Measurement:
     if on_cuda:
         measurement.peak_allocated_mib = _highest([run.peak_allocated_mib for run in good], math.nan)
         measurement.peak_reserved_mib = _highest([run.peak_reserved_mib for run in good], math.nan)
-    elif peak is not None:
-        measurement.peak_allocated_mib = peak.mib
+        measurement.evaluation_mib = max((r.evaluation_mib for r in good if r.evaluation_mib is not None), default=None)
+    else:
+        measurement.peak_allocated_mib, measurement.evaluation_mib = seen.peak_mib, seen.evaluation_mib
+    measurement.largest_step, measurement.shapes_differ = seen.largest_step, seen.shapes_differ
+    measurement.growth_mib_per_step = seen.growth_mib_per_step
+    measurement.caveats = list(dict.fromkeys([*seen.caveats, *(note for run in good for note in run.notes)]))
     names = sorted({name for run in good for name in run.phases_ms})
     measurement.phases_ms = {n: statistics.median(run.phases_ms.get(n, 0.0) for run in good) for n in names}
     outside = [t for run in good for t in outside_of_phases(run)]

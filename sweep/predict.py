@@ -4,7 +4,7 @@ The workload is built from hollow tensors (sweep.memory.hollow) and two optimize
 code run on them, on the CPU, with CUDA's behaviour emulated where it differs (sweep.memory.emulate). The ledger's
 events are then replayed through CUDA's caching allocator, with the device's capacity. The first step creates the
 optimizer's state; the second is what every later one looks like and is what is reported, as a measurement does after
-its warm-up.
+its warm-up (where batches differ in shape, where memory grows and for evaluation see sweep.memory.passes).
 
 Accumulation is cut to two micro-steps: from the second one on, each finds the gradients of the earlier ones in memory.
 FLOPs and bytes moved are scaled back to the whole window.
@@ -24,7 +24,7 @@ from sweep.memory.blocks import AllocatorOptions
 from sweep.memory.device import allocator_capacity, environment_alloc_conf, resolve_device
 from sweep.memory.emulate import NAMES
 from sweep.memory.emulate_kernels import caveats_of
-from sweep.predict_run import STEPS, HollowRun
+from sweep.predict_run import HollowRun
 from sweep.results import MIB, Phase, Prediction
 from sweep.schema import Config, DeviceConf, Granularity, Placement
 from sweep.workload import DataSource, build_data
@@ -36,17 +36,19 @@ def predict(
     *,
     emulations: str = "auto",
     allocator: AllocatorOptions | None = None,
-    steps: int = STEPS,
+    steps: int | None = None,
     what: str = "train",
     eval_batches: int = 0,
 ) -> Prediction:
     """Predict the peak of one optimizer step of `config.workload` under `config.strategy` on `config.device`.
 
-    data: the workload's data source, where it has been built already; only the shapes of its batches matter.
+    data: the workload's data source, where it has been built already; the shapes of its batches matter, and the values
+        of small whole numbers and booleans.
     emulations: "cuda" | "cpu" | "auto" (by the device). On "cpu" nothing is emulated and nothing replayed: the result
         is what the ledger measures on a CPU, to the byte.
     allocator: PYTORCH_CUDA_ALLOC_CONF of the run that is predicted; None: what `device.alloc_conf` says.
-    steps: how many are run; the peak is that of the last one.
+    steps: how many are run, the peak being that of the later ones. None: what `config.measure` will run: those with
+        the largest batches stand for all, evaluation counts where there is one, and memory that grows is followed.
     what: "train" | "forward_backward" (no optimizer) | "forward" (the model alone, under no_grad).
     eval_batches: evaluations of a micro-batch at the end of each step, under no_grad, while the gradients are there.
 
@@ -78,7 +80,7 @@ def predict(
 
 
 def _replayed(run: HollowRun, capacity: int | None, options: AllocatorOptions) -> CachingAllocator:
-    """The allocator after both steps, its peaks those of the last one. Stops at the first out-of-memory."""
+    """The allocator after all steps, its peaks those from `run.mark` on. Stops at the first out-of-memory."""
     allocator, log = make_allocator(capacity, options), run.ledger.log
     for position, entry in enumerate(log.order):
         if position == run.mark:
@@ -99,8 +101,10 @@ def _on_cuda(run: HollowRun, device: DeviceConf, options: AllocatorOptions) -> P
         fits = bounded.oom is None
         allocator = bounded if fits else allocator
     prediction = _prediction(run, device)
-    prediction.allocated_mib = allocator.allocated_peak / MIB
-    prediction.reserved_mib = allocator.reserved_peak / MIB
+    grown = prediction.allocated_mib - prediction.peak.mib if prediction.peak is not None else 0.0
+    prediction.allocated_mib = allocator.allocated_peak / MIB + grown
+    prediction.reserved_mib = allocator.reserved_peak / MIB + grown
+    fits = fits and (capacity is None or prediction.reserved_mib <= capacity / MIB)
     prediction.fragmentation_mib = allocator.fragmentation / MIB
     prediction.fits = fits
     prediction.headroom_mib = None if capacity is None else capacity / MIB - prediction.reserved_mib
@@ -124,7 +128,7 @@ def _on_cuda(run: HollowRun, device: DeviceConf, options: AllocatorOptions) -> P
 def _on_cpu(run: HollowRun, device: DeviceConf) -> Prediction:
     """What the ledger measures: no allocator between it and the memory."""
     prediction = _prediction(run, device)
-    highest = max(run.first_peak, run.ledger.peak_bytes) / MIB
+    highest = max(run.found.first, run.found.bytes) / MIB
     if device.capacity_mib is not None:
         prediction.headroom_mib = device.capacity_mib - highest
         prediction.fits = prediction.headroom_mib >= 0
@@ -132,15 +136,20 @@ def _on_cpu(run: HollowRun, device: DeviceConf) -> Prediction:
 
 
 def _prediction(run: HollowRun, device: DeviceConf) -> Prediction:
-    peak = run.ledger.peak()
+    found, peak = run.found, run.found.peak
     recomputed = run.flops.get(Phase.recompute.value, 0.0)
     s = run.config.strategy
     untouched = s.checkpoint.granularity is Granularity.none and s.offload.placement is Placement.none
     total = sum(run.flops.values())
+    caveats = [*run.notes, *found.caveats(run.plan)]
+    if run.not_evaluated:
+        caveats.append(f"evaluation is not counted: {run.not_evaluated}")
+    if run.plan.differ and run.on_cuda:
+        caveats.append("what batches of changing shapes leave unused in the allocator's blocks is counted in part only")
     return Prediction(
         device=device.name,
-        allocated_mib=peak.mib,
-        reserved_mib=peak.mib,
+        allocated_mib=found.bytes / MIB,
+        reserved_mib=found.bytes / MIB,
         fits=True,
         headroom_mib=None,
         capacity_mib=device.capacity_mib,
@@ -154,6 +163,11 @@ def _prediction(run: HollowRun, device: DeviceConf) -> Prediction:
         peak_phase=peak.phase,
         peak_operator=peak.operator,
         at_peak_mib=dict(peak.at_peak_mib),
-        caveats=list(run.notes),
         block_share=run.block_share if untouched else None,
+        caveats=caveats,
+        largest_step=found.step,
+        shapes_differ=run.plan.differ,
+        growth_mib_per_step=found.growth / MIB,
+        evaluation_mib=None if found.evaluation is None else found.evaluation / MIB,
+        held_outputs_mib=0.0 if peak.phase == Phase.evaluation.value else run.held_outputs / MIB,
     )

@@ -69,7 +69,7 @@ class Category(str, Enum):
 
 
 class Phase(str, Enum):
-    """The parts of an optimizer step. recompute and transfer lie inside forward or backward."""
+    """The parts of an optimizer step, and evaluation. recompute and transfer lie inside forward or backward."""
 
     data = "data"
     forward = "forward"
@@ -77,6 +77,7 @@ class Phase(str, Enum):
     recompute = "recompute"
     optimizer = "optimizer"
     transfer = "transfer"
+    evaluation = "evaluation"  # of held-out batches, outside of the steps
 
 
 @dataclass

@@ -15,7 +15,7 @@ from sweep.decide import by_comparison
 from sweep.findings import Run
 from sweep.isolate import run_isolated_repeat
 from sweep.measure_run import rounds_of
-from sweep.measure_summary import summary
+from sweep.measure_summary import Seen, summary
 from sweep.progress import Display
 from sweep.results import Measurement, Outcome, TrialResult
 from sweep.schema import Config, Isolate, Mode, typed
@@ -97,7 +97,7 @@ class _Trial:
 
     def _add(self, run: Run) -> None:
         result = self.result
-        self.measurement = summary(self.config, [*self.measurement.runs, run], self.measurement.peak)
+        self.measurement = summary(self.config, [*self.measurement.runs, run], Seen.of(self.measurement))
         result.measurement, result.evidence = self.measurement, self.measurement.evidence
         if result.prediction is not None:
             result.prediction = replace(result.prediction)  # `before` keeps its own

@@ -131,6 +131,7 @@ class WorkloadConf:
     seq_len: Optional[int] = None  # tokens per sample, where there are any
     seed: int = 0  # weights, batches and dropout
     blocks: Any = None  # pattern of module names, such as "layers.*", or several in a list; null: found by itself
+    hold_outputs: bool = True  # as in `logits = model(x)`: they stay until the step ends; false: they go with the loss
 
 
 @dataclass

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sweep.results import Phase
 from sweep.workload import Batch, Workload, to_device
+from sweep.workload.batch import part_of, samples_in
 
 #: Details of Phase.transfer: which way the bytes go.
 TO_HOST, FROM_HOST = "to host", "from host"
@@ -63,6 +64,56 @@ class Phases:
             self._listeners.remove(listener)
 
 
+class Outputs:
+    """What the model returned in a micro-batch, held as the name holds it in `logits = model(x)` of a training loop.
+
+    It goes when the next micro-batch's first output is there, and when the optimizer's step has ended.
+    """
+
+    def __init__(self) -> None:
+        self._replaced = False
+
+    @contextmanager
+    def of(self, model: nn.Module) -> Iterator[None]:
+        """Hold what `model` returns, inside."""
+        if model._compiled_call_impl is not None:  # compiled in place: a hook would become a part of its code
+            yield
+            return
+        hook = model.register_forward_hook(self._returned)
+        try:
+            yield
+        finally:
+            hook.remove()
+            self.release()
+
+    def next_micro_batch(self) -> None:
+        self._replaced = True
+
+    def _returned(self, module: nn.Module, given: Any, output: Any) -> None:
+        if self._replaced:
+            self.release()
+        self._replaced = False
+        self.hold(output)
+
+    def hold(self, output: Any) -> None:
+        raise NotImplementedError
+
+    def release(self) -> None:
+        raise NotImplementedError
+
+
+class HeldOutputs(Outputs):
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: list[Any] = []
+
+    def hold(self, output: Any) -> None:
+        self._held.append(output)
+
+    def release(self) -> None:
+        self._held.clear()
+
+
 @dataclass
 class StepResult:
     loss: Tensor  # 0-dim, on the device: mean over the window's targets
@@ -79,19 +130,33 @@ def run_step(
     micro_batch_size: int | None = None,
     around_forward: Callable[[], AbstractContextManager[object]] = nullcontext,
     max_micro_steps: int | None = None,
+    outputs: Outputs | None = None,
 ) -> StepResult:
     """Run one optimizer step on `batch` (host tensors, dimension 0 the sample).
 
     `around_forward` is entered around model and loss of each micro-batch (the strategy's saved-tensor hooks).
     `max_micro_steps` cuts the window short; prediction uses it, since the peak repeats from the second micro-step on.
+    `outputs` holds the model's outputs where `workload.hold_outputs` asks for it.
     """
     workload.optimizer.zero_grad(set_to_none=True)
     targets = workload.loss.count(batch)
     parts = list(split(batch, micro_batch_size))[:max_micro_steps]
-    loss = accumulate_gradients(workload, parts, targets, phases, around_forward)
-    with phases(Phase.optimizer):
-        updates = update(workload)
+    with holding(workload, outputs) as held:
+        loss = accumulate_gradients(workload, parts, targets, phases, around_forward, held)
+        with phases(Phase.optimizer):
+            updates = update(workload)
     return StepResult(loss, targets, len(parts), updates)
+
+
+@contextmanager
+def holding(workload: Workload, outputs: Outputs | None = None) -> Iterator[Outputs | None]:
+    """The model's outputs are held, inside, where `workload.hold_outputs` asks for it."""
+    if not workload.conf.hold_outputs:
+        yield None
+        return
+    outputs = HeldOutputs() if outputs is None else outputs
+    with outputs.of(workload.model):
+        yield outputs
 
 
 def accumulate_gradients(
@@ -100,10 +165,13 @@ def accumulate_gradients(
     targets: int,
     phases: Phases,
     around_forward: Callable[[], AbstractContextManager[object]] = nullcontext,
+    outputs: Outputs | None = None,
 ) -> Tensor:
     """Forward and backward over the window's micro-batches. Returns the mean loss over `targets`, 0-dim."""
     total: Tensor | None = None
     for part in parts:
+        if outputs is not None:
+            outputs.next_micro_batch()
         with phases(Phase.data):
             inputs = to_device(part, workload.device)
         with phases(Phase.forward), around_forward(), workload.autocast():
@@ -115,6 +183,14 @@ def accumulate_gradients(
         del loss, scaled, inputs  # the next micro-batch must not find the last one's graph in memory
     assert total is not None, "a batch has at least one sample"
     return total
+
+
+def evaluate_part(workload: Workload, part: Batch, phases: Phases) -> Tensor:
+    """The loss of a held-out micro-batch, without a graph, in evaluation mode. 0-dim, on the device."""
+    with phases(Phase.data):
+        inputs = to_device(part, workload.device)
+    with workload.evaluating(), phases(Phase.evaluation), torch.no_grad(), workload.autocast():
+        return workload.loss(workload.model, inputs)
 
 
 def update(workload: Workload) -> int:
@@ -139,9 +215,9 @@ def update(workload: Workload) -> int:
 
 def split(batch: Batch, size: int | None) -> Iterator[Batch]:
     """The batch in slices of `size` samples, the last one possibly shorter. None: the batch itself."""
-    samples = len(next(iter(batch.values())))
+    samples = samples_in(batch)
     if size is None or size >= samples:
         yield batch
         return
     for start in range(0, samples, size):
-        yield {name: tensor[start : start + size] for name, tensor in batch.items()}
+        yield part_of(batch, start, start + size)

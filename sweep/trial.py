@@ -43,6 +43,7 @@ from sweep.strategy.checkpointing import MATMUL_AND_ATTENTION
 from sweep.verify import verify
 from sweep.what_if import has_bf16, what_if
 from sweep.workload import build_data, build_outline, find_blocks, patterns_of
+from sweep.workload.batch import checked
 
 
 def run_trial(
@@ -273,8 +274,8 @@ def check_trial(config: Config, seen: dict[str, Any]) -> None:
         _check_dtype(w.dtype, torch_device(config.device))
     data_key, model_key = digest(["data", w.data]), digest(["model", w.model, w.blocks])
     if data_key not in seen:
-        seen[data_key] = build_data(w)
-        seen[data_key].train_batch(0, 1)
+        source = seen[data_key] = build_data(w)
+        checked(source.train_batch(0, w.global_batch_size), w.global_batch_size, source, "train_batch")
     if model_key not in seen:
         seen[model_key] = find_blocks(build_outline(w), w.blocks)
     try:

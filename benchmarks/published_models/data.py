@@ -11,6 +11,8 @@ Batch = dict[str, Tensor]
 class RandomTokens:
     """inputs and targets [B, seq_len] int64, uniform over the vocabulary; the same for every step, as published."""
 
+    same_shapes = True
+
     def __init__(self, vocabulary: int, seq_len: int, seed: int = 0, targets_are_inputs: bool = False) -> None:
         self.vocabulary, self.seq_len, self.seed = vocabulary, seq_len, seed
         self.targets_are_inputs = targets_are_inputs
@@ -38,6 +40,8 @@ class RandomTokens:
 
 class RandomImages:
     """inputs [B, 3, side, side] fp32 and targets [B] int64 below `classes`."""
+
+    same_shapes = True
 
     def __init__(self, side: int = 224, classes: int = 10, seed: int = 0) -> None:
         self.side, self.classes, self.seed = side, classes, seed

@@ -328,6 +328,10 @@ class HollowLedger(Ledger):
 
     # -- tensors that have values ------------------------------------------------------------------------------------
 
+    def keep_real(self, tensor: Tensor) -> None:
+        """A tensor from outside that has memory and values: operators on it and others of its kind are computed."""
+        self._keep_real(tensor)
+
     def _keep_real(self, tensor: Tensor) -> None:
         self._remember(self._real, tensor)
 

@@ -21,6 +21,9 @@ from sweep.results import MIB, Category
 #: Bytes that a kernel takes inside of one operator: f(args, kwargs, result) -> sizes, all alive together.
 Workspace = Callable[[tuple[Any, ...], dict[str, Any], Any], Iterable[int]]
 
+#: Position in the log of what has not ended.
+NEVER = 1 << 62
+
 
 class _Storage(weakref.ref):
     """Weak reference to a storage; torch keeps the Python object of a storage alive as long as the storage itself."""
@@ -55,11 +58,15 @@ class Watcher:
         self._in_data = self._in_forward = self._in_backward = False
         self._micro_step = -1
         self._live: dict[int, _Storage] = {}
-        live, end = self._live, self.log.end
+        self._kept: dict[int, int] = {}  # see `keep`
+        live, end, kept, order = self._live, self.log.end, self._kept, self.log.order
 
         def died(reference: _Storage) -> None:
             if live.pop(reference.key, None) is not None:
-                end(reference.id)
+                if reference.id in kept:
+                    kept[reference.id] = len(order)
+                else:
+                    end(reference.id)
 
         self._died = died
 
@@ -76,6 +83,21 @@ class Watcher:
 
     def free(self, id: int) -> None:
         self.log.end(id)
+
+    def keep(self, tensor: Tensor) -> int | None:
+        """Count a tensor's storage until `let_go`, as if someone held it. Returns its id, None: it is not counted."""
+        reference = self._live.get(tensor.untyped_storage()._cdata)
+        if reference is None or reference.id in self._kept:
+            return None
+        self._kept[reference.id] = NEVER
+        return reference.id
+
+    def let_go(self, id: int) -> int:
+        """No one holds it any more. Returns where in the log it would have ended by itself, NEVER: it is still used."""
+        ended = self._kept.pop(id)
+        if ended != NEVER:
+            self.log.end(id)
+        return ended
 
     # -- operators ---------------------------------------------------------------------------------------------------
 

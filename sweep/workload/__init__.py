@@ -1,7 +1,7 @@
 """Workloads: model, data, loss and optimizer, built from a config and fixed within a comparison."""
 
+from sweep.workload.batch import Batch, map_batch
 from sweep.workload.build import (
-    Batch,
     Block,
     DataSource,
     Loss,
@@ -13,8 +13,8 @@ from sweep.workload.build import (
     build_outline,
     build_scheduler,
     build_workload,
+    compiled_module,
     find_blocks,
-    map_batch,
     patterns_of,
     to_device,
 )
@@ -32,6 +32,7 @@ __all__ = [
     "build_outline",
     "build_scheduler",
     "build_workload",
+    "compiled_module",
     "find_blocks",
     "map_batch",
     "patterns_of",

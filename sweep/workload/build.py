@@ -19,14 +19,16 @@ from torch import Tensor, nn
 
 from sweep.errors import BadInput, CannotPredict
 from sweep.schema import Dtype, Implementation, OptimizerName, Scheduler, WorkloadConf
+from sweep.workload.batch import Batch, checked, map_batch, samples_in
 from sweep.workload.randomness import seed_everything
-
-#: Named tensors, dimension 0 the sample. `inputs` goes into the model, `targets` into the loss (-100: ignored).
-Batch = dict[str, Tensor]
 
 
 class DataSource(Protocol):
-    """Batches of host tensors, the same for every strategy: they depend on the seed and the step alone."""
+    """Batches of host tensors, the same for every strategy: they depend on the seed and the step alone.
+
+    `same_shapes = True` on a source promises that all its batches of one size have the same shapes. Where that is not
+    said, all batches that will run are drawn once before, to find the largest.
+    """
 
     version: str  # digest of the data
 
@@ -115,10 +117,14 @@ class Workload:
         return torch.autocast(self.autocast_device or self.device.type, dtype=dtype)
 
     def train_batch(self, step: int) -> Batch:
-        return _floats_as(self.data.train_batch(step, self.conf.global_batch_size), self.conf.dtype)
+        """The batch of an optimizer step. Raises BadInput where the source gives another number of samples."""
+        size = self.conf.global_batch_size
+        batch = checked(self.data.train_batch(step, size), size, self.data, "train_batch")
+        return _floats_as(batch, self.conf.dtype)
 
     def eval_batch(self, index: int, size: int) -> Batch:
-        return _floats_as(self.data.eval_batch(index, size), self.conf.dtype)
+        """A held-out batch. Raises as `train_batch`."""
+        return _floats_as(checked(self.data.eval_batch(index, size), size, self.data, "eval_batch"), self.conf.dtype)
 
 
 _T = TypeVar("_T", bound=Tensor)
@@ -215,7 +221,7 @@ class MeanOverSamples:
         return self.mean(model, batch) * self.count(batch)
 
     def count(self, batch: Batch) -> int:
-        return len(next(iter(batch.values())))
+        return samples_in(batch)
 
 
 def _loss_state(loss: Loss, conf: WorkloadConf) -> nn.Module | None:
@@ -340,6 +346,17 @@ def build_scheduler(
         return 1.0
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def compiled_module(model: nn.Module) -> str | None:
+    """The name ("": the model itself) of a module that is compiled or TorchScript, whose kernels no one sees from
+    outside. None: there is none."""
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            return name
+        if any(cls.__name__ == "ScriptModule" for cls in type(module).__mro__):
+            return name
+    return None
 
 
 def find_blocks(model: nn.Module, pattern: str | Iterable[str] | None = None) -> list[Block]:
@@ -480,20 +497,15 @@ def patterns_of(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(re.sub(r"(?<![^._])\d+(?=[._]|$)", "*", name) for name in names))
 
 
-def map_batch(change: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
-    """The batch with `change` applied to each of its tensors."""
-    return {name: change(tensor) for name, tensor in batch.items()}
-
-
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """A copy on the device, on a CPU too: there the device is emulated, and its inputs count as device memory."""
-    return {name: tensor.to(device, non_blocking=True, copy=True) for name, tensor in batch.items()}
+    return map_batch(lambda tensor: tensor.to(device, non_blocking=True, copy=True), batch)
 
 
 def _floats_as(batch: Batch, dtype: Dtype) -> Batch:
     if dtype is not Dtype.bf16:
         return batch
-    return {n: t.to(torch.bfloat16) if t.is_floating_point() else t for n, t in batch.items()}
+    return map_batch(lambda tensor: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor, batch)
 
 
 def _import_targets(node: Any) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sweep.errors import BadInput
-from sweep.workload.build import Batch
+from sweep.workload.batch import Batch
 from sweep.workload.files import KEY, TODO, TextFile, read_stdlib, read_text
 
 # The second word of a random stream's seed, so that two uses of one seed do not draw the same numbers.
@@ -37,6 +37,8 @@ class TextBytes:
     Raises:
         BadInput: the path is missing, unreadable, empty or no text, or one of the two parts is shorter than a window.
     """
+
+    same_shapes = True
 
     def __init__(self, seq_len: int, seed: int = 0, path: str | None = None, max_mib: float = 16.0) -> None:
         if path == "":
@@ -97,6 +99,8 @@ class Digits:
     Each epoch is a permutation by (seed, epoch); a batch may reach over the end of an epoch.
     """
 
+    same_shapes = True
+
     def __init__(self, seed: int = 0) -> None:
         # Imported here: it takes a second, which text need not pay.
         from sklearn.datasets import load_digits  # type: ignore[import-untyped]
@@ -135,6 +139,8 @@ class Digits:
 
 class _Random:
     """Samples drawn from the seed alone. A held-out sample has a stream of its own, so batch sizes do not change it."""
+
+    same_shapes = True
 
     def __init__(self, what: str, seed: int, eval_samples: int) -> None:
         self.seed, self.eval_samples = seed, eval_samples
