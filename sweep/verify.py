@@ -362,7 +362,8 @@ class _Comparison:
             _records.popitem(last=False)
         assert record is not None
         _records[key] = record
-        self.shared_s += time.perf_counter() - started
+        if against is None:
+            self.shared_s += time.perf_counter() - started
         return record
 
     def _run(
