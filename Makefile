@@ -12,7 +12,7 @@ test: .venv/dev-installed
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 test-slow: .venv/dev-installed
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile -m 'not gpu'
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile -m 'slow and not gpu'
 
 lint: .venv/dev-installed
 	$(BIN)/ruff check .
