@@ -195,14 +195,14 @@ class Row:
 
 
 def _verified_how(v: Verification | None) -> str:
-    """`gradients in 100 % of the parameters over 2 steps, dropout off`"""
+    """`gradients in 100 % of the parameters over 2 steps, random draws fixed`"""
     if v is None:
         return ""
     said = []
     if v.compared_share is not None:
         said.append(f"gradients in {percent(v.compared_share)} of the parameters over {count(v.steps, 'step')}")
     said += ["quickly"] if v.mode == "quick" else []
-    said += [f"dropout {v.dropout}"] if v.dropout != "on" else []
+    said += ["random draws fixed"] if v.dropout != "on" else []
     return ", ".join(said + ([v.scope] if v.scope != "full" else []))
 
 

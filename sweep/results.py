@@ -171,7 +171,7 @@ class Verification:
     updates_expected: int = 1  # optimizer steps
     updates: int = 1
     bit_equal: bool = False
-    dropout: str = "on"  # "on" | "off" (compared with dropout off)
+    dropout: str = "on"  # "on" | "off" (compared with every random draw fixed)
     scope: str = "full"  # "full", or what was cut: "4 of 24 blocks, batch 2"
     reason: str = ""  # why it failed, in words
     notes: list[str] = field(default_factory=list)

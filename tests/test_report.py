@@ -285,7 +285,7 @@ def test_how_a_trial_was_verified_is_told(tmp_path: Path) -> None:
     results[1].verification = verified(dropout="off")
     results[2].verification = verified(scope="4 of 24 blocks, batch 2")
     text = printed(build(results, BudgetConf(), None, tmp_path))
-    assert "Compared: dropout off: micro_batch." in text
+    assert "Compared: random draws fixed: micro_batch." in text
     assert "Compared: 4 of 24 blocks, batch 2: checkpoint." in text
 
 
@@ -297,7 +297,7 @@ def test_in_how_much_of_the_parameters_gradients_were_compared_is_told(tmp_path:
     report = build(results, BudgetConf(), None, tmp_path)
     for text in (printed(report), markdown(report)):
         assert "ompared: gradients in 100 % of the parameters over 2 steps: micro_batch, checkpoint, " in text
-        assert "ompared: gradients in 93 % of the parameters over 4 steps, dropout off: offload" in text
+        assert "ompared: gradients in 93 % of the parameters over 4 steps, random draws fixed: offload" in text
 
 
 def test_what_peaks_rest_on_is_told_once_below_the_table_in_every_form(tmp_path: Path) -> None:
