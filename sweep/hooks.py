@@ -22,10 +22,11 @@ from sweep.errors import BadInput, CannotPredict, NoEffect, NothingOffloaded, No
 from sweep.forecast import Forecast, Judgement, signature
 from sweep.memory.device import resolve_device
 from sweep.plan import Candidate, Pieces, Plan, make_plan
-from sweep.results import Outcome, TrialResult
+from sweep.results import Outcome, TrialResult, read_trials
 from sweep.schema import Config, StrategyConf, typed
+from sweep.search_answer import Answer
 from sweep.session import Session
-from sweep.trial import is_baseline
+from sweep.trial import fixed_id, is_baseline, strategy_id
 from sweep.words import number
 
 #: Violation of a limit by a trial that died before a number was known.
@@ -155,6 +156,24 @@ def read(job: Any, result: TrialResult) -> dict[str, Any]:
     }
 
 
+def recover(job: Any) -> TrialResult | None:
+    """The whole result of a trial whose command was killed before the search was told; None where there is none."""
+    config = typed(job.config)
+    config.device = resolve_device(config.device)
+    wanted = (fixed_id(config), strategy_id(config))
+    for folder in (job.folder, *sorted(job.folder.parent.glob(f"{job.folder.name}-*"))):
+        for _, result in read_trials(folder):
+            if (result.fixed_id, result.strategy_id) != wanted or result.outcome == Outcome.over_budget.value:
+                continue
+            if result.prediction is not None:
+                judgement = Forecast().judged(result.prediction, config)
+                info: dict[str, Any] = {"predicted_mib": result.prediction.allocated_mib, "over": judgement.over}
+                info |= {"computation": signature(judgement, config)}
+                job.estimate = Answer(constraints={"memory": judgement.over}, info=info, estimated=True)
+            return result
+    return None
+
+
 def limits(
     result: TrialResult, baseline: TrialResult | None, config: Config, predicted_over: float | None = None
 ) -> dict[str, float]:
@@ -258,4 +277,4 @@ def _candidates(search: Any, config: Config) -> list[Candidate]:
     return found
 
 
-__all__ = ["Preflight", "limits", "plan", "read"]
+__all__ = ["Preflight", "limits", "plan", "read", "recover"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import optuna
 from omegaconf import DictConfig
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from sweep.errors import BadInput
 from sweep.interrupts import whole
@@ -34,7 +34,7 @@ from sweep.search_record import (
 from sweep.search_report import Progress
 from sweep.search_sampler import Sampler
 from sweep.search_space import Point, Space
-from sweep.search_study import close_stale, owner
+from sweep.search_study import close, owner, stale
 from sweep.search_tell import read_returned, tell, what_to_tell
 
 #: Above this number of points a space is not enumerated: no exhaustion is noticed, and no grid is walked.
@@ -50,6 +50,7 @@ class Search:
         If it has a method `learn`, that gets the Record of every ended trial, those of earlier runs first.
     plan: called with this Search before the first candidate; returns points to try first, in a person's values.
     read: called with a Job and what it returned; returns what `read_answer` understands.
+    recover: called with a Job that was running when its command was killed; returns what it would have, or None.
     """
 
     def __init__(
@@ -66,9 +67,11 @@ class Search:
         preflight: Callable[[Job], Any] | None = None,
         plan: Callable[[Search], Iterable[Mapping[str, Any]]] | None = None,
         read: Callable[[Job, Any], Any] | None = None,
+        recover: Callable[[Job], Any] | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
         self.study, self.space, self.sampler, self.settings, self.runner = study, space, sampler, settings, runner
+        self.recover = recover
         self.folder, self.fixed, self.preflight, self.plan, self.read = folder, fixed, preflight, plan, read
         self.queue: list[Point] = [space.label(p) for p in enqueue]
         self.points = space.points(MOST_POINTS)
@@ -92,13 +95,19 @@ class Search:
 
         Raises BadInput where more jobs failed than allowed. An interruption ends the open trials first.
         """
-        stale = close_stale(self.study)
-        if stale:
-            numbers = ", ".join(str(t.number) for t in stale)
+        left = {trial.number: trial for trial in stale(self.study)}
+        answered = {number: found for number, trial in left.items() if (found := self._recovered(trial)) is not None}
+        lost = [trial for number, trial in left.items() if number not in answered]
+        close(self.study, lost)
+        if lost:
+            numbers = ", ".join(str(t.number) for t in lost)
             self.progress.say(f"closed what a killed command left running: trial {numbers}")
         for r in records(self.study):
             self._remember(r)
         self.progress.begin(self.study.study_name, list(self.records.values()))
+        for number, (job, answer) in answered.items():
+            self.progress.say(f"trial {number} had been run when its command was killed: its result is taken")
+            self._tell(optuna.Trial(self.study, left[number]._trial_id), job, answer, None)
         try:
             if self.plan is not None and self._why_end() is None:
                 self.queue += [self.space.label(p) for p in self.plan(self)]
@@ -114,6 +123,20 @@ class Search:
                 self._write()
         self.limits.check_failures()
         return list(self.records.values())
+
+    def _recovered(self, trial: FrozenTrial) -> tuple[Job, Answer] | None:
+        """What a killed command's job came to, where it had come to its end."""
+        asked = trial.user_attrs.get(JOB, {})
+        if self.recover is None or asked.get("fixed") != self.fixed or "folder" not in asked:
+            return None
+        job = Job(trial.number, trial.params, asked["overrides"], DictConfig({}), Path(asked["folder"]))
+        try:
+            job.config, _ = self.runner.compose(trial.number, job.overrides)
+            said = self.recover(job)
+        except Exception as error:
+            self.progress.say(f"trial {trial.number}: its result cannot be taken ({type(error).__name__}: {error})")
+            return None
+        return None if said is None else (job, read_returned(job, said, self.settings, self.read))
 
     # --- one step -----------------------------------------------------------------------------------------------
 

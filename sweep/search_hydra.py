@@ -116,6 +116,7 @@ def make_search(
         preflight=hook(given["preflight"], "preflight"),
         plan=hook(given["plan"], "plan"),
         read=hook(given["read"], "read"),
+        recover=hook(given.get("recover"), "recover"),
         say=say,
     )
 

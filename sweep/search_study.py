@@ -9,7 +9,7 @@ import json
 import os
 import socket
 import sqlite3
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -215,13 +215,15 @@ def is_alive(name: str | None) -> bool:
 
 
 @whole()
-def close_stale(study: optuna.Study) -> list[FrozenTrial]:
-    """End the trials that a killed command left running, as failed. Those of a living process are left alone."""
-    closed = []
-    for trial in study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
-        if is_alive(trial.user_attrs.get(JOB, {}).get("owner")):
-            continue
+def stale(study: optuna.Study) -> list[FrozenTrial]:
+    """The trials that a killed command left running; not those of a living process."""
+    running = study.get_trials(deepcopy=False, states=[TrialState.RUNNING])
+    return [trial for trial in running if not is_alive(trial.user_attrs.get(JOB, {}).get("owner"))]
+
+
+@whole()
+def close(study: optuna.Study, trials: Iterable[FrozenTrial]) -> None:
+    """End them as failed."""
+    for trial in trials:
         optuna.Trial(study, trial._trial_id).set_user_attr("reason", "the command that ran it was killed")
         study.tell(trial.number, state=TrialState.FAIL)
-        closed.append(trial)
-    return closed

@@ -86,7 +86,8 @@ class Session:
         command = shlex.join(["python", "train.py", *(["-m"] if sweep else []), *overrides])
         state = State(now(), None, command, study, storage)
         before = read_state(folder)
-        if study and before is not None and before.study == study:
+        resumed = bool(study) and before is not None and before.study == study
+        if resumed and before is not None:
             state.started_at, state.parent_run_id = before.started_at, before.parent_run_id
         session = cls(folder, state, config.tracking, trials=trials)
         session.sweep = sweep
@@ -108,11 +109,23 @@ class Session:
                 description=f"Running: `{command}`",
                 resume=state.parent_run_id,
             )
+            if resumed:
+                session._catch_up(store)
             state.page = tracking.sweep_page(store, state.parent_run_id)
         state.write(folder)
         session.display.start()
         cls.current = session
         return session
+
+    def _catch_up(self, store: tracking.Store) -> None:
+        """Record what an earlier command of the same search had measured when it was killed, and not recorded."""
+        for result in self.results():
+            if result.mlflow_run_id is None:
+                folders = self._folders[result.key]
+                result.folder = str(folders[0])
+                tracking.record_again(store, self.state.parent_run_id, result)
+                for folder in folders:
+                    save(replace(result), folder)
 
     @classmethod
     def attach(cls, folder: Path, config: Config) -> Session:
@@ -188,6 +201,7 @@ class Session:
     @whole()
     def _record(self, result: TrialResult, folder: Path) -> TrialResult:
         """Leave the result.json and the MLflow run of a trial that is not run."""
+        result.folder = str(folder)
         if self._store is not None:
             with tracking.start_trial(self._store, self.state.parent_run_id, result, system_metrics=False) as run:
                 run.log(result)
@@ -241,6 +255,7 @@ class Session:
     def _trial(self, config: Config, name: str, folder: Path, overrides: Sequence[str]) -> TrialResult:
         folder.mkdir(parents=True, exist_ok=True)
         planned = self._planned(config, name, overrides)
+        planned.folder = str(folder)
         with self.display.trial(name):
             if self._store is None:
                 result = self._compute(config, planned, folder)

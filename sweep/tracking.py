@@ -73,6 +73,7 @@ __all__ = [
     "initialise",
     "open_sweep",
     "reconcile",
+    "record_again",
     "start_trial",
     "store_location",
     "sweep_page",
@@ -174,11 +175,37 @@ def start_trial(
     return TrialRun(store, parent_run_id, planned, system_metrics)
 
 
+@whole()
+def record_again(store: Store, parent_run_id: str | None, result: TrialResult) -> None:
+    """Record a trial that was measured, and whose command was killed before all of it was recorded.
+
+    Goes on with the run that it had, which is found by its folder. Sets `result.mlflow_run_id`.
+    """
+    run_id: str | None = None
+    with best_effort(f"trial {result.name}"):
+        quote = '"' if "'" in result.folder else "'"
+        same = f"tags.kind = 'trial' and tags.folder = {quote}{result.folder}{quote}"
+        had = client(store.uri).search_runs([experiment_id(store)], same, max_results=1)
+        if had and had[0].data.tags.get("outcome") == result.outcome and had[0].info.status != "RUNNING":
+            result.mlflow_run_id = had[0].info.run_id
+            return
+        run_id = had[0].info.run_id if had else None
+    with TrialRun(store, parent_run_id, result, system_metrics=False, run_id=run_id) as run:
+        run.log(result)
+
+
 class TrialRun:
     """One trial's run, RUNNING until its `with` block is left. `run_id` is None where the store failed."""
 
-    def __init__(self, store: Store, parent_run_id: str | None, planned: TrialResult, system_metrics: bool) -> None:
-        self.run_id: str | None = None
+    def __init__(
+        self,
+        store: Store,
+        parent_run_id: str | None,
+        planned: TrialResult,
+        system_metrics: bool,
+        run_id: str | None = None,
+    ) -> None:
+        self.run_id = run_id  # of an earlier process, to be gone on with
         self._store, self._parent_run_id, self._planned = store, parent_run_id, planned
         self._params: dict[str, str] = {}
         self._outcome: str | None = None
@@ -199,6 +226,10 @@ class TrialRun:
         store, parent, planned = self._store, self._parent_run_id, self._planned
         tags = {**process_tags(store), **plan_tags_of(planned), "kind": "trial", "mlflow.runColor": color_of(planned)}
         with best_effort(f"trial {planned.name}"):
+            if self.run_id is not None:
+                self._params = dict(client(store.uri).get_run(self.run_id).data.params)
+                opened(store, self.run_id)
+                return
             if parent is not None:
                 tags |= {"mlflow.parentRunId": parent, SWEEP: _label_of(store, parent)}
             run = client(store.uri).create_run(experiment_id(store), tags=cut_tags(tags), run_name=planned.name)

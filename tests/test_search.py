@@ -21,7 +21,7 @@ from sweep.search_job import Job, Settings
 from sweep.search_record import JOB, records
 from sweep.search_sampler import Sampler
 from sweep.search_space import read_space
-from sweep.search_study import close_stale, free_name, open_storage, open_study, owner
+from sweep.search_study import close, free_name, open_storage, open_study, owner, stale
 from sweep.search_tell import quiet_optuna
 
 quiet_optuna()
@@ -490,7 +490,8 @@ def test_stale_trials_are_closed_and_those_of_living_processes_are_not(storage):
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
     host, _, created = owner().rsplit(":", 2)
     dead.set_user_attr(JOB, {"owner": f"{host}:{gone.stdout.strip()}:{created}"})
-    assert [t.number for t in close_stale(study)] == [dead.number, unknown.number]
+    assert [t.number for t in stale(study)] == [dead.number, unknown.number]
+    close(study, stale(study))
     assert [t.state for t in study.trials] == [TrialState.RUNNING, TrialState.FAIL, TrialState.FAIL]
 
 

@@ -196,8 +196,47 @@ def test_a_killed_search_goes_on_where_it_was(project: Path) -> None:
         now, then = yaml.safe_load(path.read_text()), yaml.safe_load(text)
         assert now["measurement"] == then["measurement"], "what was measured is not overwritten"
         rows = [report(folder)["baseline"], *report(folder)["candidates"]]
-        assert then["mlflow_run_id"] in {row["mlflow_run_id"] for row in rows}
+        assert now["mlflow_run_id"] in {row["mlflow_run_id"] for row in rows}
+        assert then["mlflow_run_id"] in (None, now["mlflow_run_id"]), "None: killed while it was recorded"
     assert runs(project, "attributes.status = 'RUNNING'") == []
+
+
+KILLED_AMID_RECORDING = """
+import os, runpy, signal, sys
+import sweep.tracking
+log = sweep.tracking.TrialRun.log
+def amid(run, result, files=()):
+    if not result.is_baseline:
+        os.kill(os.getpid(), signal.SIGKILL)
+    log(run, result, files)
+sweep.tracking.TrialRun.log = amid
+sys.argv = ["train.py", *sys.argv[1:]]
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def test_a_trial_that_was_being_recorded_when_its_search_was_killed_is_taken_and_recorded(project: Path) -> None:
+    arguments = ["search=budget", "search.n_trials=3", "search.plan_points=0", "workload.seed=11", *SPACE]
+    asked = command(project, *arguments)
+    asked["args"] = [sys.executable, "-c", KILLED_AMID_RECORDING, *asked["args"][2:]]
+    killed = subprocess.run(**asked, timeout=300, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    folder = folder_of(project, killed.stdout)
+    (path,) = [p for p in folder.glob("*/result.json") if not yaml.safe_load(p.read_text())["is_baseline"]]
+    then = yaml.safe_load(path.read_text())
+    assert then["mlflow_run_id"] is None
+    output = train(project, *arguments)
+    assert "its result is taken" in output
+    found = results(folder)
+    assert (found["counts"]["launched"], found["counts"]["failed"]) == (3, 0)
+    (taken,) = [t for t in found["trials"] if t.get("folder") == str(path.parent)]
+    now = yaml.safe_load(path.read_text())
+    assert taken["values"] == [now["measurement"]["samples_per_s"]] == [then["measurement"]["samples_per_s"]]
+    assert "computation" in taken["info"]
+    (run,) = runs(project, f"tags.folder = '{path.parent}'")
+    assert (run.info.status, run.data.tags["outcome"], run.info.run_id) == ("FINISHED", "ok", now["mlflow_run_id"])
+    assert run.data.metrics["throughput/samples_per_s"] == pytest.approx(taken["values"][0], rel=1e-3)
+    assert now["mlflow_run_id"] in {row["mlflow_run_id"] for row in report(folder)["candidates"]}
 
 
 def test_nothing_feasible_is_exit_code_3(project: Path) -> None:

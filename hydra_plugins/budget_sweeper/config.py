@@ -30,6 +30,7 @@ class BudgetSweeperConf:
     plan: Any = None  # `_target_`: called with the search before the first trial, returns more such points
     preflight: Any = None  # `_target_`: called with a job before it is launched; may answer in its place
     read: Any = None  # `_target_`: called with a job and what it returned, returns the answer for the sampler
+    recover: Any = None  # `_target_`: called with a job whose command was killed, returns what it came to, or None
 
     # How long
     n_trials: Optional[int] = None  # jobs launched, over all runs of the study; null: 20, or all points of a grid
