@@ -62,7 +62,8 @@ class Pair:
     not_predicted: str = ""
     equal: bool = False
     bit_equal: bool = False
-    cause: str = ""  # why not equal
+    compared_share: float | None = None  # of the trained parameters, those whose gradients were evidence
+    cause: str = ""  # why not equal: the code of the cause where it is known, what it names, and what differs
     seconds: float = 0.0
 
 
@@ -109,7 +110,9 @@ def _pair(name: str, strategy: str, data: DataSource) -> Pair:
     pair.peak_mib = peak.mib if peak is not None else None
     verification, pair.cause = _attempt(lambda: verify(config, CPU, data))
     if verification is not None:
-        pair.equal, pair.bit_equal, pair.cause = verification.passed, verification.bit_equal, verification.reason
+        v = verification
+        pair.equal, pair.bit_equal, pair.compared_share = v.passed, v.bit_equal, v.compared_share
+        pair.cause = ": ".join(text for text in (v.cause, v.where, v.reason) if text)
     pair.seconds = time.perf_counter() - started
     return pair
 
