@@ -369,8 +369,7 @@ ZOO: dict[str, Architecture] = {
         quick=True,
     ),
     "llama": Architecture(
-        _workload({"kind": "LlamaForCausalLM"} | _LLAMA, "causal", "library_loss"),
-        quick=True,
+        _workload({"kind": "LlamaForCausalLM"} | _LLAMA, "causal", "library_loss"), quick=True,
     ),
     "qwen2": Architecture(
         _workload({"kind": "Qwen2ForCausalLM"} | _LLAMA, "padded", _SHIFTED),
@@ -384,14 +383,16 @@ ZOO: dict[str, Architecture] = {
             "causal", "library_loss",
         ),
         quick=True, unpredictable=_ROUTED,
-        refused={"micro_batch": "loss_is_no_mean_over_samples: .*library_loss"},  # its load balancing takes means over the whole batch's tokens
+        # Load balancing multiplies two means over the tokens of the whole batch.
+        refused={"micro_batch": "loss_is_no_mean_over_samples: .*library_loss"},
     ),
     "qwen_moe": Architecture(
         _workload(
             {"kind": "Qwen2MoeForCausalLM", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
              "shared_expert_intermediate_size": 32} | _LLAMA,
             "causal", "library_loss",
-        ), unpredictable=_ROUTED,
+        ),
+        unpredictable=_ROUTED,
     ),
     "deepseek": Architecture(
         _workload(
@@ -400,7 +401,8 @@ ZOO: dict[str, Architecture] = {
              "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
             | _LLAMA | {"num_key_value_heads": 4},
             "causal", "library_loss",
-        ), unpredictable=_ROUTED,
+        ),
+        unpredictable=_ROUTED,
     ),
     "t5": Architecture(
         _workload(
@@ -436,7 +438,6 @@ ZOO: dict[str, Architecture] = {
              "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "num_labels": 10},
             "images", "library_loss",
         ),
-        quick=True,
     ),
     "convnext": Architecture(
         _workload(
@@ -453,10 +454,7 @@ ZOO: dict[str, Architecture] = {
         ),
         quick=True, refused={"micro_batch": r"batch_statistics: resnet\..*normalization"},
     ),
-    "unet": Architecture(
-        _workload("UNet", "latents 8", "denoising_loss"),
-        quick=True,
-    ),
+    "unet": Architecture(_workload("UNet", "latents 8", "denoising_loss"), quick=True),
     "dit": Architecture(_workload("DiT", "latents 8", "denoising_loss"), quick=True),
     "albert": Architecture(
         _workload(
