@@ -24,14 +24,17 @@ from sweep.explain_ranges import STEP, Ranges
 from sweep.explain_timeline import Recorder, timeline, write
 from sweep.explain_trace import Reading, load, read
 from sweep.findings import Trace
-from sweep.measure import LEDGER_STEPS, Progress, no_progress
+from sweep.measure import LEDGER_STEPS, Progress, no_progress, settled_scaler
+from sweep.measure_run import planned_steps
 from sweep.memory.ledger import Ledger
+from sweep.memory.passes import plan_of
 from sweep.outcomes import one_line
 from sweep.results import Evidence, Phase
 from sweep.schema import Config
 from sweep.step import Phases, StepResult, run_step
 from sweep.strategy import Applied, accumulation_steps, applied
 from sweep.workload import DataSource, Workload, build_workload
+from sweep.workload.randomness import seed_everything
 
 #: Optimizer steps that are recorded. Enough to see one end and the next begin; more only make the file larger.
 STEPS = 3
@@ -112,7 +115,7 @@ def _noted(found: Trace, what: str) -> Iterator[None]:
 def _loop(config: Config, device: torch.device, data: DataSource) -> Iterator[_Loop]:
     phases = Phases()
     workload = build_workload(config.workload, device, data)
-    torch.manual_seed(config.workload.seed + 1)
+    seed_everything(config.workload.seed + 1)
     with applied(
         config.strategy, workload.model, workload.blocks, config.workload.global_batch_size, phases, device,
         workload.loss_state,
@@ -185,9 +188,13 @@ def _memory_over_a_step(
     name: str,
     advance: Callable[[str], None],
 ) -> list[Path]:
-    """The ledger's account of the second step, as `measure` takes it, with every event in between."""
+    """The ledger's account of the step that `measure` takes its peak from, with every event in between: the second one,
+    or that with the largest batch."""
     with _loop(config, device, data) as loop, ExitStack() as stack:
-        batches = [loop.workload.train_batch(step) for step in range(LEDGER_STEPS)]  # before the ledger can see them
+        loop.workload.scaler = settled_scaler(loop.workload)
+        plan = plan_of(loop.workload, planned_steps(config), 0)
+        # Drawn before the ledger can see them.
+        batches = [loop.workload.train_batch(step) for step in (plan.steps[0], plan.steps[-1])]
         ledger = Ledger(device_type=device.type)
         recorder = Recorder(ledger)
         stack.enter_context(ledger)
