@@ -253,14 +253,18 @@ def markdown(rows: list[Examined]) -> str:
         f"{len(pairs)} pairs: {equal} equal ({bits} to the bit), {len(pairs) - equal} not. "
         f"{within} of {len(exact)} predictions are within {TOLERANCE:.2%} of the ledger; the others were refused.",
         "",
-        "| architecture | strategy | what | cause |",
+        "| architecture | strategies | what | cause |",
         "|---|---|---|---|",
     ]
-    for pair in pairs:
-        if pair.cause:
-            lines.append(f"| {pair.architecture} | {pair.strategy} | not equal | {_escaped(pair.cause)} |")
-        if pair.not_predicted and pair.not_predicted != pair.cause:
-            lines.append(f"| {pair.architecture} | {pair.strategy} | not predicted | {_escaped(pair.not_predicted)} |")
+    causes: dict[tuple[str, str, str], list[str]] = {}
+    for p in pairs:
+        if p.cause:
+            causes.setdefault((p.architecture, "not equal", p.cause), []).append(p.strategy)
+        if p.not_predicted and p.not_predicted != p.cause:
+            causes.setdefault((p.architecture, "not predicted", p.not_predicted), []).append(p.strategy)
+    for (name, what, cause), found in causes.items():
+        listed = "all" if len(found) == len(strategies) > 1 else ", ".join(found)
+        lines.append(f"| {name} | {listed} | {what} | {_escaped(cause)} |")
     return "\n".join(lines) + "\n"
 
 
