@@ -62,6 +62,11 @@ def _open(config: DictConfig, jobs: list[DictConfig] | None, folder: Path, *, sw
     if misfits and len(misfits) == len(configs):
         raise misfits[0]
     first = configs[0] if configs else typed(_without_hydra(config))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        key = "hydra.sweep.dir" if sweep else "hydra.run.dir"
+        raise BadInput(key, folder, f"cannot be made ({error.strerror})", "give another folder") from error
     overrides = words_of(config.hydra.overrides.task)
     storage = config.hydra.sweeper.storage if study else None
     session = Session.open(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+
 from sweep.errors import BadInput
 from sweep.schema import Config, Granularity, Mode, Placement, SearchConf
 
@@ -13,6 +16,8 @@ def check(config: Config) -> None:
         if not name.strip() or set(name) & set("/\\\0") or name in (".", ".."):
             wrong = "is no name: folders are called by it"
             raise BadInput(key, repr(name), wrong, "give one without path separators, such as my_own")
+    if not -(2**63) <= w.seed < 2**63:
+        raise BadInput("workload.seed", w.seed, "has more than 64 bits", "give a smaller number")
     _at_least("workload.global_batch_size", w.global_batch_size, 1)
     _at_least("workload.seq_len", w.seq_len, 1)
     _above_zero("workload.optimizer.lr", w.optimizer.lr)
@@ -63,6 +68,11 @@ def check(config: Config) -> None:
         raise BadInput("device.type", d.type, "is not a kind of device", "give auto, cpu or cuda")
     _above_zero("device.capacity_mib", d.capacity_mib)
     _at_least("device.index", d.index, 0)
+    _at_least("device.cublas_workspace_mib", d.cublas_workspace_mib, 0)
+    if d.compute_capability is not None and not re.fullmatch(r"\d+\.\d+", str(d.compute_capability)):
+        raise BadInput("device.compute_capability", d.compute_capability, "is no version", "give one such as '8.9'")
+    for dtype, tflops in d.peak_tflops.items():
+        _above_zero(f"device.peak_tflops.{dtype}", tflops)
     _at_least("device.context_mib", d.context_mib, 0)
     for name in ("memory_bandwidth_gb_s", "link_bandwidth_gb_s"):
         _above_zero(f"device.{name}", getattr(d, name))
@@ -121,5 +131,5 @@ def _at_least(key: str, value: float | None, least: float) -> None:
 
 
 def _above_zero(key: str, value: float | None) -> None:
-    if value is not None and not value > 0:
+    if value is not None and not 0 < value < math.inf:
         raise BadInput(key, value, "is not above zero", "give a positive number")
