@@ -121,8 +121,8 @@ def as_bad_input(error: BaseException) -> BadInput | None:
         return _from_hydra(error)
     if "Config group override must be a string" in str(error):
         nulls = [key for key, _, value in (word.partition("=") for word in sys.argv[1:]) if value in ("", "null")]
-        key = nulls[-1] if nulls else "command line"
-        return BadInput(key, None, "is no option of the group", "choose one; see --help")
+        group = nulls[-1] if nulls else "command line"
+        return BadInput(group, None, "is no option of the group", "choose one; see --help")
     if key := _full_key(str(error)):  # OmegaConf names the key in whatever it runs into
         return BadInput(key, _value_on_command_line(key), "cannot be set so", "see --help for what may be set")
     return None

@@ -95,7 +95,7 @@ CASES: list[tuple[list[str], str, str]] = [
     (["measure.timeout_s=inf"], "measure.timeout_s=inf", "positive"),
     (["workload.seed=1180591620717411303424"], "workload.seed=1180591620717411303424", "smaller"),
     (["mode=predict", "device=h100_80gb", "device.compute_capability=x"], "device.compute_capability=x", "8.9"),
-    (["mode=predict", "device=h100_80gb", "device.cublas_workspace_mib=-1"], "device.cublas_workspace_mib=-1", "or more"),
+    (["mode=predict", "device=l4", "device.cublas_workspace_mib=-1"], "device.cublas_workspace_mib=-1", "give 0"),
     (["mode=predict", "device=h100_80gb", "device.peak_tflops.bf16=-1"], "device.peak_tflops.bf16=-1", "positive"),
     (["-m", "strategy.name=x/../../escaped"], "strategy.name='x/../../escaped'", "path separators"),
     (["strategy.name='a\\b'"], "strategy.name=", "path separators"),
