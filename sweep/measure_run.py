@@ -18,7 +18,7 @@ from sweep.memory.passes import plan_of
 from sweep.outcomes import NotFinite
 from sweep.results import MIB, Phase
 from sweep.schema import Config, MeasureConf
-from sweep.step import Phases, run_step, split
+from sweep.step import Phases, held_out_loss, run_step, split
 from sweep.strategy import applied
 from sweep.workload import DataSource, Workload, build_workload, to_device
 from sweep.workload.randomness import seed_everything
@@ -164,12 +164,12 @@ def evaluate(workload: Workload, conf: MeasureConf, micro_batch_size: int) -> fl
     if not conf.eval_batches:
         return None
     total, count = 0.0, 0
-    with workload.evaluating(), torch.no_grad():
+    with workload.evaluating():
         for index in range(conf.eval_batches):
             for part in split(workload.eval_batch(index, workload.conf.global_batch_size), micro_batch_size):
                 count += workload.loss.count(part)
                 with workload.autocast():
-                    total += workload.loss(workload.model, to_device(part, workload.device)).item()
+                    total += held_out_loss(workload, to_device(part, workload.device)).item()
     return _finite(total / max(count, 1), None)
 
 

@@ -186,11 +186,23 @@ def accumulate_gradients(
 
 
 def evaluate_part(workload: Workload, part: Batch, phases: Phases) -> Tensor:
-    """The loss of a held-out micro-batch, without a graph, in evaluation mode. 0-dim, on the device."""
+    """The loss of a held-out micro-batch, in evaluation mode. 0-dim, on the device."""
     with phases(Phase.data):
         inputs = to_device(part, workload.device)
-    with workload.evaluating(), phases(Phase.evaluation), torch.no_grad(), workload.autocast():
-        return workload.loss(workload.model, inputs)
+    with workload.evaluating(), phases(Phase.evaluation), workload.autocast():
+        return held_out_loss(workload, inputs)
+
+
+def held_out_loss(workload: Workload, inputs: Batch) -> Tensor:
+    """The loss without a graph, or, where it takes gradients itself (a gradient penalty, forces), with one."""
+    try:
+        with torch.no_grad():
+            return workload.loss(workload.model, inputs)
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+    with torch.enable_grad():
+        return workload.loss(workload.model, inputs).detach()
 
 
 def update(workload: Workload) -> int:

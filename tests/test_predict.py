@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import sweep.predict
 import sweep.predict_run
 from sweep.errors import BadInput, CannotPredict
-from sweep.measure import ledger_pass
+from sweep.measure import ledger_pass, measure
 from sweep.memory.ledger import Ledger
 from sweep.predict import predict
 from sweep.results import MIB, Peak
@@ -455,6 +455,24 @@ class Gated(Stack):
 def test_gates_and_frozen_weights_are_predicted(strategy: str) -> None:
     conf = of_model("Gated", "Vectors", f"strategy={strategy}")
     assert predict(conf).peak == measured(conf, Vectors())[0]
+
+
+def penalty_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """On the gradient at the input, as in a WGAN: there is none to take under no_grad, where held-out data are."""
+    x = batch["inputs"].clone().requires_grad_()
+    score = torch.tanh(model(x)).mean(-1)
+    (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+    return score.mean() + (slope.norm(dim=-1) - 1).square().mean()
+
+
+@pytest.mark.parametrize("strategy", ["baseline", "micro_batch"])
+def test_a_loss_that_takes_gradients_is_evaluated_too(strategy: str) -> None:
+    conf = of_model("Stack", "Vectors", f"strategy={strategy}", "measure=quick", "measure.eval_batches=1")
+    conf.workload.loss = {"_target_": f"{__name__}.penalty_loss"}
+    assert predict(conf).allocated_mib == pytest.approx(ledger_pass(conf, CPU, Vectors(), None).mib, rel=1e-4)
+    found = measure(conf, CPU, Vectors())
+    assert found.eval_loss is not None and found.eval_loss_before is not None
+    assert found.eval_loss < found.eval_loss_before
 
 
 def test_a_refused_model_leaves_nothing_behind(text: DataSource) -> None:
