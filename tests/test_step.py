@@ -261,14 +261,21 @@ def test_a_phase_may_be_entered_from_another_thread() -> None:
     assert diary.entries == ["+backward", "+recompute", "-recompute", "-backward"]
 
 
-def test_no_graph_outlives_its_micro_batch() -> None:
-    """The next micro-batch's forward must not find the last one's activations in memory."""
-    w, alive, seen = workload(), [], []
+@pytest.mark.parametrize("hold", [True, False])
+def test_no_graph_outlives_its_micro_batch(hold: bool) -> None:
+    """The next micro-batch's forward must not find the last one's activations in memory, but for held logits."""
+    w, alive, seen, inside = workload(hold_outputs=hold), [], [], []
+
+    def look_inside(_: nn.Module, __: object, output: Tensor) -> None:
+        assert not any(reference() is not None for reference in inside)
+        inside.append(weakref.ref(output.untyped_storage()))
 
     def look(_: nn.Module, __: object, output: Tensor) -> None:
         alive.append(sum(reference() is not None for reference in seen))
         seen.append(weakref.ref(output.untyped_storage()))
 
     w.model.register_forward_hook(look)
+    w.blocks[0].module.register_forward_hook(look_inside)
     run_step(w, w.train_batch(0), Phases(), micro_batch_size=2)
-    assert alive == [0, 0, 0, 0]
+    assert alive == [0, *(3 * [int(hold)])]
+    assert len(inside) == 4
