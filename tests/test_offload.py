@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from small_workloads import config, data_of
+from small_models import TiedBlocks
+from small_workloads import TOKENS, config, data_of
 from torch import Tensor, nn
 
 from sweep.errors import BadInput, DeviceOutOfMemory, NothingOffloaded
@@ -729,3 +730,28 @@ def test_cuda_gradients_are_the_baselines(strategy: str) -> None:
     c = config("gpt_bf16", strategy)
     found = verify(c, torch.device("cuda", 0), data_of(c.workload))
     assert found.passed, found.reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["offload", "checkpoint"])
+def test_blocks_that_are_compiled_modules_can_be_treated(strategy: str) -> None:
+    c = config({"model": {"_target_": "test_offload.CompiledStack"}, "data": TOKENS, "seq_len": 16}, strategy)
+    assert verify(c, torch.device("cpu"), data_of(c.workload)).status == "equal"
+
+
+class CompiledStack(TiedBlocks):
+    def __init__(self, in_place: bool = False) -> None:
+        super().__init__()
+        for i, layer in enumerate(self.layers):
+            if in_place:
+                layer.compile(backend="eager")
+            else:
+                self.layers[i] = torch.compile(layer, backend="aot_eager")  # type: ignore[call-overload]
+
+
+def test_a_block_compiled_in_place_is_refused_by_name() -> None:
+    blocks = find_blocks(CompiledStack(in_place=True))
+    for strategy in ("offload", "checkpoint"):
+        with pytest.raises(BadInput, match="layers.0 is compiled in place"):
+            check_blocks(config("gpt", strategy).strategy, blocks)
+    check_blocks(config("gpt", "micro_batch").strategy, blocks)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sweep.errors import NothingOffloaded, NothingRecomputed
+from sweep.errors import BadInput, NothingOffloaded, NothingRecomputed
 from sweep.schema import Granularity, OffloadImplementation, Placement, StrategyConf
 from sweep.step import Phases
 from sweep.strategy import checkpointing, offload
@@ -81,6 +81,15 @@ def _never(asked: str) -> str:
 
 def check_blocks(conf: StrategyConf, blocks: list[Block]) -> None:
     """Raise BadInput where the strategy does not fit the model's blocks."""
+    patched = conf.checkpoint.granularity is not Granularity.none or conf.offload.placement is not Placement.none
+    for block in blocks if patched else []:
+        if block.module._compiled_call_impl is not None:
+            raise BadInput(
+                "strategy.name",
+                conf.name,
+                f"{block.name} is compiled in place, so that nothing can be put around its forward",
+                f"compile it as a module of its own: torch.compile({block.name}) instead of {block.name}.compile()",
+            )
     checkpointing.check(conf.checkpoint, blocks)
     if conf.offload.implementation is OffloadImplementation.hooks:
         offload.check(conf.offload, blocks)

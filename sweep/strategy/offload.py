@@ -30,7 +30,7 @@ from sweep.step import FROM_HOST, TO_HOST, Phases
 from sweep.strategy.copier import Copier, copier_for
 from sweep.strategy.patching import Forward, patched_forward
 from sweep.strategy.state import without_tensors
-from sweep.workload import Block
+from sweep.workload import Block, compiled_module
 
 
 @dataclass
@@ -124,6 +124,11 @@ class Offload:
         self._block_inputs: set[int] = set()  # storages of the running block's arguments
         self._tail = False  # the kept blocks have begun for the last time: what follows is needed at once
         self._packed: dict[int, weakref.WeakSet[HostCopy]] = {}  # live storage -> its copies, which graphs own
+        self._hooks: tuple[Callable[[Tensor], Kept | View], Callable[[Kept | View], Tensor]] = self._pack, self._unpack
+        if any(compiled_module(module) is not None for module in stays):
+            # The compiler would look into the hooks and take what they keep for constants. Asked for only here: it
+            # takes two seconds to load.
+            self._hooks = torch.compiler.disable(self._pack), torch.compiler.disable(self._unpack)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -143,7 +148,7 @@ class Offload:
         self._resident = {t.untyped_storage()._cdata for t in tensors}
         self._tail, self._calls = False, 0
         self._inside.clear()  # an error in an earlier forward may have left entries
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+        with torch.autograd.graph.saved_tensors_hooks(*self._hooks):
             yield
         self._calls_before = self._calls
         with self.phases(Phase.transfer, TO_HOST):  # what is waited for here is a transfer's time, not the forward's
