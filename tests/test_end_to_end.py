@@ -186,7 +186,9 @@ def test_micro_batches_with_batchnorm_are_invalid_and_the_sweep_goes_on(project:
     assert "not_equivalent" in by_name["micro_batch"]["reasons"]
     assert by_name["micro_batch"]["verdict"] == "reject"
     assert by_name["checkpoint"]["outcome"] == "ok"
-    assert "whole batch" in done.stdout
+    verification = _json(folder / "0_micro_batch" / "result.json")["verification"]
+    assert (verification["cause"], verification["where"]) == ("batch_statistics", "stem.1")
+    assert "stem.1" in done.stdout
 
 
 def test_an_emulated_device_that_is_too_small_for_the_baseline(project: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -512,8 +513,10 @@ def _import_targets(node: Any) -> None:
     """Import what a config names, so that a module that draws random numbers when it is imported changes no seed."""
     if isinstance(node, Mapping):
         if isinstance(node.get("_target_"), str):
-            with suppress(Exception):  # `_instantiate` says what is wrong
-                get_object(node["_target_"])
+            parts = node["_target_"].split(".")
+            with suppress(Exception):  # the rest is attributes, and `_instantiate` says what is wrong
+                for end in range(1, len(parts)):
+                    importlib.import_module(".".join(parts[:end]))
         for item in node.values():
             _import_targets(item)
     elif isinstance(node, (list, tuple)):
