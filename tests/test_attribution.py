@@ -64,10 +64,11 @@ def test_the_published_comparison_says_by_itself_why_its_strategies_stop(
 ) -> None:
     """All of 9450 MiB are published as measured; that the optimizer is why, and what helps, is not."""
     pytest.importorskip("transformers")
-    where = ("workload=qwen2_5_0_5b", "device=rtx_5070_ti_laptop")
+    # cuBLAS took as much for its workspaces with the torch of that publication.
+    where = ("workload=qwen2_5_0_5b", "device=rtx_5070_ti_laptop", "device.cublas_workspace_mib=8.125")
     results = predicted(*where, strategies=("baseline", "checkpoint", "offload", "hybrid"))
     words = explain_comparison(results, 0)
-    assert words[1].startswith("checkpoint, offload and hybrid all stop near 9449 MiB (predicted): ")
+    assert words[1].startswith("checkpoint, offload and hybrid all stop near 9450 MiB (predicted): ")
     assert (
         "the optimizer's foreach temporaries (aten._foreach_sqrt), 1885 MiB, no longer in the activations" in words[1]
     )
