@@ -623,3 +623,22 @@ def test_other_processes_find_what_was_computed_and_come_to_the_same(
         c = config("gpt", strategy)
         assert verify(c, CPU, data_of(c.workload), tmp_path).passed
     assert ran == ["baseline", "checkpoint", "offload", "baseline", "micro_batch"]
+
+
+class Float32Inside(Mlp):
+    """Has numbers of its own format in it, so that it cannot be run in float64."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (x @ torch.ones(16, 1, dtype=torch.float32))
+
+
+globals()["StackOfFloat32Inside"] = stack_of(Float32Inside)
+
+
+@pytest.mark.parametrize("cheap", [True, False])
+def test_without_float64_float32_decides(cheap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify_module, "_double_is_cheap", lambda device: cheap)
+    model = "StackOfFloat32Inside" if cheap else "StackOfMlp"
+    assert run(own(model, "micro_batch")).status == "equal"
+    assert run(own(model, "micro_batch", "weighted")).status == "not_equal"
+    assert run(config("convnet", "save_on_cpu")).status == "equal"  # whose sums are taken in another order
