@@ -104,6 +104,10 @@ def _natural(text: str) -> int:
     return value
 
 
+def _as_it_is(hook: Any) -> Any:
+    return hook
+
+
 class Offload:
     """The hooks of one trial. `around_forward` is entered around model and loss; `moved` counts the bytes."""
 
@@ -124,11 +128,11 @@ class Offload:
         self._block_inputs: set[int] = set()  # storages of the running block's arguments
         self._tail = False  # the kept blocks have begun for the last time: what follows is needed at once
         self._packed: dict[int, weakref.WeakSet[HostCopy]] = {}  # live storage -> its copies, which graphs own
-        self._hooks: tuple[Callable[[Tensor], Kept | View], Callable[[Kept | View], Tensor]] = self._pack, self._unpack
-        if any(compiled_module(module) is not None for module in stays):
-            # The compiler would look into the hooks and take what they keep for constants. Asked for only here: it
-            # takes two seconds to load.
-            self._hooks = torch.compiler.disable(self._pack), torch.compiler.disable(self._unpack)
+        # The compiler would look into the hooks and take what they keep for constants. torch.compiler is asked for only
+        # where it is used: it takes two seconds to load.
+        self._hide: Callable[[Any], Any] = (
+            torch.compiler.disable if any(compiled_module(m) is not None for m in stays) else _as_it_is
+        )
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -148,7 +152,7 @@ class Offload:
         self._resident = {t.untyped_storage()._cdata for t in tensors}
         self._tail, self._calls = False, 0
         self._inside.clear()  # an error in an earlier forward may have left entries
-        with torch.autograd.graph.saved_tensors_hooks(*self._hooks):
+        with torch.autograd.graph.saved_tensors_hooks(self._hide(self._pack), self._hide(self._unpack)):
             yield
         self._calls_before = self._calls
         with self.phases(Phase.transfer, TO_HOST):  # what is waited for here is a transfer's time, not the forward's
