@@ -454,7 +454,7 @@ ZOO: dict[str, Architecture] = {
         ),
         quick=True, refused={"micro_batch": r"batch_statistics: resnet\..*normalization"},
     ),
-    "unet": Architecture(_workload("UNet", "latents 8", "denoising_loss"), quick=True),
+    "unet": Architecture(_workload("UNet", "latents 8", "denoising_loss")),
     "dit": Architecture(_workload("DiT", "latents 8", "denoising_loss"), quick=True),
     "albert": Architecture(
         _workload(

@@ -58,7 +58,7 @@ def test_a_broken_strategy_is_found(name: str) -> None:
     assert words
 
 
-@pytest.mark.parametrize("dtype", [Dtype.amp_bf16, Dtype.amp_fp16])
+@pytest.mark.parametrize("dtype", [Dtype.amp_bf16, pytest.param(Dtype.amp_fp16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [n for n, m in MUTANTS.items() if m.strategy in ("offload", "micro_batch")])
 def test_a_coarse_format_hides_nothing(name: str, dtype: Dtype) -> None:
     found, words = is_found(name, MUTANTS[name].workloads[-1], dtype)
