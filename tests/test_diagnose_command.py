@@ -53,6 +53,7 @@ def test_one_workload_and_the_command_that_it_gives(tmp_path: Path) -> None:
     assert f"{first['setting']['allocated_mib']:.1f} MiB" in again
 
 
+@pytest.mark.slow
 def test_several_workloads_and_nothing_that_fits(tmp_path: Path) -> None:
     said = train(
         tmp_path,

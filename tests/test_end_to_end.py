@@ -149,6 +149,7 @@ def test_the_report_can_be_made_again_without_torch(project: Path, sweep: tuple[
     assert table in done.stdout
 
 
+@pytest.mark.slow
 def test_a_list_without_the_baseline_runs_it_first(project: Path, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     train(project, "-m", "strategy=micro_batch", "strategy.micro_batch_size=4,8", f"hydra.sweep.dir={folder}", *SMALL)
@@ -174,6 +175,7 @@ def test_one_trial_is_compared_with_its_baseline(project: Path, tmp_path: Path) 
     assert "checkpoint every_k=2" in done.stdout
 
 
+@pytest.mark.slow
 def test_micro_batches_with_batchnorm_are_invalid_and_the_sweep_goes_on(project: Path, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     done = train(
@@ -250,6 +252,7 @@ def test_an_interrupted_sweep_keeps_what_it_has(project: Path, tmp_path: Path) -
     assert runs(project, "attributes.status = 'RUNNING'") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
 def test_a_command_that_ends_amid_its_repeats_keeps_those_that_were_made(
     project: Path, tmp_path: Path, how: signal.Signals
@@ -291,6 +294,7 @@ def test_a_trial_in_its_own_process(project: Path, tmp_path: Path) -> None:
     assert _json(tmp_path / "result.json")["outcome"] == "ok"
 
 
+@pytest.mark.slow
 def test_a_users_own_model(project: Path, tmp_path: Path) -> None:
     """The README's example: a module, a loss and batches of one's own, with no file of the project changed."""
     (tmp_path / "mine.py").write_text(

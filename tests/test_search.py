@@ -285,6 +285,7 @@ def test_the_gaussian_process_gets_as_many_constraints_in_every_trial(storage):
     assert {tuple(r.constraints) for r in s.run()} == {("out_of_memory",)}
 
 
+@pytest.mark.slow
 def test_constraints_guide_the_sampler():
     """Random search would run out of memory in four of five trials."""
     s = search(

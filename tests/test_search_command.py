@@ -239,6 +239,7 @@ def test_a_trial_that_was_being_recorded_when_its_search_was_killed_is_taken_and
     assert now["mlflow_run_id"] in {row["mlflow_run_id"] for row in report(folder)["candidates"]}
 
 
+@pytest.mark.slow
 def test_nothing_feasible_is_exit_code_3(project: Path) -> None:
     output = train(
         project,
@@ -256,6 +257,7 @@ def test_nothing_feasible_is_exit_code_3(project: Path) -> None:
     assert " MiB | " not in output, "what is predicted not to fit is never run, without a piece to estimate from too"
 
 
+@pytest.mark.slow
 def test_pareto_returns_the_front(project: Path) -> None:
     output = train(
         project, "search=pareto", "search/sampler=nsgaii", "search.n_trials=5", "search.plan_points=2", *SPACE,
@@ -269,6 +271,7 @@ def test_pareto_returns_the_front(project: Path) -> None:
     assert not any(a[0] <= b[0] and a[1] >= b[1] and a != b for a in front for b in front)
 
 
+@pytest.mark.slow
 def test_a_space_of_ones_own(project: Path) -> None:
     output = train(
         project, "-m", "strategy=checkpoint", "strategy.micro_batch_size=choice(1,2,4)", "hydra/sweeper=budget",
@@ -280,6 +283,7 @@ def test_a_space_of_ones_own(project: Path) -> None:
     assert report(folder_of(project, output))["baseline"]["outcome"] == "ok"
 
 
+@pytest.mark.slow
 def test_a_baseline_that_cannot_fit_is_not_run_for_a_space_of_ones_own_either(project: Path) -> None:
     output = train(
         project, "strategy=checkpoint", "strategy.micro_batch_size=1,2", "hydra/sweeper=budget", "budget.memory_mib=0.8"
