@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -24,30 +25,31 @@ def guarded(main: Callable[[], Any]) -> int:
     """
     sys.argv = with_multirun([sys.argv[0], *map(conceal_word, sys.argv[1:])])
     try:
-        with ended_by_signals():
-            return _run(main)
+        with ended_by_signals() as came:
+            return _run(main, came)
     finally:
         os.environ.pop(ENVIRONMENT, None)
 
 
-def _run(main: Callable[[], Any]) -> int:
+def _run(main: Callable[[], Any], came: Sequence[int]) -> int:
     before = os.environ.get(FULL_ERROR)
     os.environ[FULL_ERROR] = "1"  # Hydra would print its own version of the error and exit with 1
     try:
         main()
         return _exit_code()
-    except KeyboardInterrupt as interrupt:
-        terminated = isinstance(interrupt, Terminated)
-        with suppress(KeyboardInterrupt), whole():
-            _finish("KILLED", interrupt)
-            how = "terminated" if terminated else "interrupted"
-            print(f"{how}; what was measured so far is kept", file=sys.stderr)
-        return EXIT_TERMINATED if terminated else EXIT_INTERRUPTED
-    except (Exception, Escaping) as caught:
+    except (Exception, Escaping, KeyboardInterrupt) as caught:
         error = caught.error if isinstance(caught, Escaping) else caught
-        bad = as_bad_input(error)
+        terminated = isinstance(error, Terminated) or signal.SIGTERM in came[:1]
+        # OmegaConf, interrupted between two of its statements, may raise what it finds in place of the interrupt.
+        interrupted = bool(came) or isinstance(error, KeyboardInterrupt)
+        bad = None if interrupted else as_bad_input(error)
         with suppress(KeyboardInterrupt), whole():
-            _finish("FAILED", error)
+            _finish("KILLED" if interrupted else "FAILED", error)
+            if interrupted:
+                how = "terminated" if terminated else "interrupted"
+                print(f"{how}; what was measured so far is kept", file=sys.stderr)
+        if interrupted:
+            return EXIT_TERMINATED if terminated else EXIT_INTERRUPTED
         if bad is None or before == "1":
             raise error from error.__cause__
         print(f"error: {without_secrets(str(bad))}", file=sys.stderr)

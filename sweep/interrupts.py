@@ -59,23 +59,31 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 
 @contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """SIGTERM raises Terminated in here, unless somebody else handles it. Afterwards all handlers are as they were."""
+def ended_by_signals() -> Iterator[list[int]]:
+    """In here Ctrl-C raises KeyboardInterrupt and SIGTERM Terminated, unless somebody else handles them.
+
+    Yields the numbers of those that came: whoever cleans up while the exception passes may raise another in its place.
+    Afterwards all handlers are as they were.
+    """
+    came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield came
         return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
         if before[signal.SIGTERM] is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, _terminate)
-        yield
+            signal.signal(signal.SIGTERM, end)
+        if before[signal.SIGINT] is signal.default_int_handler:
+            signal.signal(signal.SIGINT, end)
+        yield came
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise Terminated
 
 
 def end_with_parent() -> None:

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tracking_parts as parts
 from mlflow.tracking import MlflowClient
+from omegaconf.errors import ConfigAttributeError
 from small_workloads import TOKENS, config
 from sqlalchemy.engine.default import DefaultDialect
 
@@ -194,6 +196,20 @@ def test_a_command_that_is_terminated_reports_what_it_has_whatever_comes_on_top(
     assert outcomes(tmp_path / "out") == ["ok", "ok"]
     found = MlflowClient(store.uri).search_runs([initialise(store)])
     assert sorted(run.info.status for run in found) == ["FINISHED", "FINISHED", "KILLED", "KILLED"]
+
+
+def test_an_interrupt_whose_place_another_error_takes(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def resolve(device: Any) -> Any:  # as OmegaConf does, interrupted between two statements
+        with suppress(KeyboardInterrupt):
+            interrupt()
+        raise ConfigAttributeError("no such attribute\n    full_key: defaults")
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a process that has just started
+    monkeypatch.setattr(sweep.session, "resolve_device", resolve)
+    assert run(tmp_path / "out", store, monkeypatch) == 130
+    assert "interrupted" in capsys.readouterr().err
 
 
 def test_an_interrupt_while_a_finished_command_writes_its_report(
