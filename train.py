@@ -9,7 +9,7 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
-import sweep.schema  # noqa: F401  registers the typed config
+import sweep.config.schema  # noqa: F401  registers the typed config
 from sweep.cli import guarded
 
 

@@ -30,14 +30,14 @@ from omegaconf import OmegaConf  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from benchmarks.architectures_zoo import ZOO, Architecture  # noqa: E402
+from sweep.config.schema import Config, typed  # noqa: E402
 from sweep.environment import environment  # noqa: E402
 from sweep.errors import SweepError  # noqa: E402
-from sweep.measure import ledger_pass  # noqa: E402
-from sweep.outcomes import one_line  # noqa: E402
-from sweep.predict import predict  # noqa: E402
 from sweep.results import write_json  # noqa: E402
-from sweep.schema import Config, typed  # noqa: E402
-from sweep.verify import verify  # noqa: E402
+from sweep.trial.measure import ledger_pass  # noqa: E402
+from sweep.trial.outcomes import one_line  # noqa: E402
+from sweep.trial.predict import predict  # noqa: E402
+from sweep.trial.verify import verify  # noqa: E402
 from sweep.workload import DataSource, Workload, build_data, build_workload, to_device  # noqa: E402
 
 CPU = torch.device("cpu")

@@ -29,16 +29,16 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from sweep.environment import environment  # noqa: E402
-from sweep.measure import ledger_pass  # noqa: E402
-from sweep.memory.device import resolve_device  # noqa: E402
-from sweep.predict import predict  # noqa: E402
+from sweep.trial.measure import ledger_pass  # noqa: E402
+from sweep.config.device import resolve_device  # noqa: E402
+from sweep.trial.predict import predict  # noqa: E402
 from sweep.results import write_json  # noqa: E402
-from sweep.schema import Config, typed  # noqa: E402
+from sweep.config.schema import Config, typed  # noqa: E402
 from sweep.session import Session  # noqa: E402
-from sweep.step import Phases, run_step  # noqa: E402
+from sweep.workload.step import Phases, run_step  # noqa: E402
 from sweep.strategy import applied  # noqa: E402
-import sweep.verify as verify_module  # noqa: E402
-from sweep.verify import verify  # noqa: E402
+import sweep.trial.verify as verify_module  # noqa: E402
+from sweep.trial.verify import verify  # noqa: E402
 from sweep.workload import build_data, build_workload  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -51,7 +51,12 @@ def bare_loop(config: Config) -> tuple[float, list[float]]:
     workload = build_workload(config.workload, CPU, build_data(config.workload))
     phases, times = Phases(), []
     with applied(
-        config.strategy, workload.model, workload.blocks, config.workload.global_batch_size, phases, CPU,
+        config.strategy,
+        workload.model,
+        workload.blocks,
+        config.workload.global_batch_size,
+        phases,
+        CPU,
         workload.loss_state,
     ) as strategy:
         for step in range(m.warmup_steps + m.steps * m.repeats):

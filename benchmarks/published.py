@@ -80,7 +80,7 @@ def one(setting: Setting) -> dict[str, Any]:
 
 
 def predicted(setting: Setting) -> Prediction:
-    from sweep.predict import predict
+    from sweep.trial.predict import predict
 
     job = build(setting)
     return predict(job.config, **job.options)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.published_models import qwen
+from sweep.config.device import cublas_workspace_mib, load_profile, resolve_device
+from sweep.config.schema import Config, plain, typed
 from sweep.errors import BadInput
-from sweep.memory.device import cublas_workspace_mib, load_profile, resolve_device
-from sweep.schema import Config, plain, typed
 
 MODELS = "benchmarks.published_models"
 
@@ -44,14 +44,14 @@ class Setting:
 
 @dataclass
 class Job:
-    """What sweep.predict is asked."""
+    """What sweep.trial.predict is asked."""
 
     config: Config
     options: dict[str, Any] = field(default_factory=dict)
 
 
 def build(setting: Setting) -> Job:
-    """The config and options for sweep.predict. Raises BadInput for a family, device or value that does not exist."""
+    """Config and options for sweep.trial.predict. Raises BadInput for a family, device or value that does not exist."""
     try:
         family = FAMILIES[setting.family]
     except KeyError:

@@ -32,20 +32,18 @@ from hydra import compose, initialize_config_dir  # noqa: E402
 from omegaconf import DictConfig, OmegaConf  # noqa: E402
 
 from benchmarks import search_peers  # noqa: E402
-from sweep.candidates import kind_of, strategy_at, suggest  # noqa: E402
-from sweep.forecast import Forecast, signature  # noqa: E402
-from sweep.hooks import Preflight  # noqa: E402
-from sweep.measure import measure  # noqa: E402
-from sweep.plan import Candidate, Line, Pieces, make_plan, measure_pieces, rank  # noqa: E402
+from sweep.config.schema import Config, typed  # noqa: E402
+from sweep.config.strategy_names import kind_of, strategy_at  # noqa: E402
 from sweep.results import Outcome, Prediction, from_dict, to_dict, write_json  # noqa: E402
-from sweep.schema import Config, typed  # noqa: E402
-from sweep.search import Search  # noqa: E402
-from sweep.search_job import Job, Settings  # noqa: E402
-from sweep.search_sampler import Sampler  # noqa: E402
-from sweep.search_space import Space, read_space  # noqa: E402
-from sweep.search_study import open_storage  # noqa: E402
-from sweep.search_tell import quiet_optuna  # noqa: E402
-from sweep.trial import is_baseline, run_trial, torch_device  # noqa: E402
+from sweep.search.candidate import Job, Settings  # noqa: E402
+from sweep.search.forecast import Forecast, signature  # noqa: E402
+from sweep.search.loop import Search, quiet_optuna  # noqa: E402
+from sweep.search.plan import Candidate, Line, Pieces, make_plan, measure_pieces, rank  # noqa: E402
+from sweep.search.preflight import Preflight, suggest  # noqa: E402
+from sweep.search.space import Space, read_space  # noqa: E402
+from sweep.search.study import Sampler, open_storage  # noqa: E402
+from sweep.trial.measure import measure  # noqa: E402
+from sweep.trial.trial import is_baseline, run_trial, torch_device  # noqa: E402
 
 TABLE = ROOT / "benchmarks" / "results" / "search_table.json"
 RESULT = ROOT / "benchmarks" / "results" / "search_efficiency.json"
@@ -85,7 +83,7 @@ class Workbench:
             OmegaConf.update(node, "device.capacity_mib", table["capacity_mib"])
         self.node: DictConfig = node
         self.config: Config = typed(node)
-        self.space: Space = read_space({}, [], None, suggest, node, "sweep.candidates.suggest")
+        self.space: Space = read_space({}, [], None, suggest, node, "sweep.search.preflight.suggest")
         self.points = self.space.points(20_000) or []
         self.rows: dict[str, dict[str, Any]] = {} if table is None else {r["words"]: r for r in table["rows"]}
 
@@ -256,7 +254,7 @@ class TableRunner:
 
 
 def answer(row: dict[str, Any], job: Job, cap: float) -> dict[str, Any]:
-    """As `sweep.hooks.read` answers."""
+    """As `sweep.search.preflight.read` answers."""
     info = dict(job.estimate.info) if job.estimate is not None else {}
     if row["outcome"] == Outcome.ok.value:
         info["measured_mib"] = row["peak_mib"]
@@ -315,7 +313,7 @@ def with_search(
 
 
 def planned(bench: Workbench, wanted: int, hook: Preflight | None) -> list[dict[str, Any]]:
-    """The baseline and the plan's points, as `sweep.hooks.plan` gives them, from the stored pieces."""
+    """The baseline and the plan's points, as `sweep.search.preflight.plan` gives them, from the stored pieces."""
     whole = bench.config.workload.global_batch_size
     all_ = [Candidate(p, bench.config_at(bench.space.overrides(p)).strategy) for p in bench.points]
     first = [c.point for c in all_ if is_baseline(c.strategy, whole)]

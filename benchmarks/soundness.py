@@ -29,16 +29,16 @@ from rich.table import Table  # noqa: E402
 from small_workloads import STRATEGIES, config, data_of  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-import sweep.step as step_module  # noqa: E402
 import sweep.strategy.checkpointing as checkpointing  # noqa: E402
-import sweep.verify as verify_module  # noqa: E402
-import sweep.verify_run as run_module  # noqa: E402
+import sweep.trial.verify as run_module  # noqa: E402
+import sweep.trial.verify as verify_module  # noqa: E402
+import sweep.workload.step as step_module  # noqa: E402
+from sweep.config.schema import Dtype  # noqa: E402
 from sweep.environment import environment  # noqa: E402
 from sweep.results import Verification, write_json  # noqa: E402
-from sweep.schema import Dtype  # noqa: E402
-from sweep.step import StepResult, run_step, split, update  # noqa: E402
 from sweep.strategy.copier import PlainCopier  # noqa: E402
 from sweep.workload import Workload  # noqa: E402
+from sweep.workload.step import StepResult, run_step, split, update  # noqa: E402
 
 CPU = torch.device("cpu")
 WORKLOADS = ("gpt", "llama", "vit", "convnet", "stateful")

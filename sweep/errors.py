@@ -9,7 +9,7 @@ EXIT_OK, EXIT_BAD_INPUT, EXIT_NOTHING_FEASIBLE, EXIT_INTERRUPTED, EXIT_TERMINATE
 class SweepError(Exception):
     """Base of all errors of this package."""
 
-    reason = ""  # code of sweep.reasons, or of what makes a strategy differ, where the error says more than its outcome
+    reason = ""  # code of sweep.decide.reasons or of a cause, where the error says more than its outcome
 
 
 class BadInput(SweepError):

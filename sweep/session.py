@@ -5,10 +5,12 @@ Lives in the process that was started; a launcher's other processes attach to it
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,24 +21,110 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from sweep import tracking
-from sweep.addresses import words_of
-from sweep.decide import grouped
-from sweep.diagnose_job import diagnoses_in, print_all, run_diagnosis
-from sweep.diagnosis import Diagnosis
+from sweep.config.addresses import words_of
+from sweep.config.device import resolve_device
+from sweep.config.schema import Config, Mode, StrategyConf, TrackingConf, plain, typed
+from sweep.config.strategy_names import name_strategy, trial_name, without_search
+from sweep.decide.verdict import grouped
+from sweep.diagnose.facts import Diagnosis
+from sweep.diagnose.job import diagnoses_in, print_all, run_diagnosis
 from sweep.errors import EXIT_NOTHING_FEASIBLE, EXIT_OK, BadInput, DoesNotFit
 from sweep.interrupts import whole
-from sweep.isolate import run_isolated
-from sweep.memory.device import resolve_device
 from sweep.progress import Display
+from sweep.repeats import in_own_process, repeat_in_turn
 from sweep.report import Report, print_report, report_console, single_line, write_report
 from sweep.report import describe as describe_report
-from sweep.results import Comparison, Evidence, Outcome, Prediction, TrialResult, read_trials
-from sweep.rounds import in_own_process, repeat_in_turn
-from sweep.schema import Config, Mode, StrategyConf, TrackingConf, plain, typed
-from sweep.session_state import State, now, read_state
-from sweep.tracing import files_of, trace_chosen
-from sweep.trial import check_trial, describe, fixed_id, is_baseline, run_trial, save, strategy_id
-from sweep.trial_names import name_strategy, trial_name, without_search
+from sweep.report.data import STATE
+from sweep.results import Comparison, Evidence, Outcome, Prediction, Trace, TrialResult, read_trials, write_json
+from sweep.trial.outcomes import one_line
+from sweep.trial.process import run_isolated, run_isolated_trace
+from sweep.trial.trial import check_trial, describe, fixed_id, is_baseline, run_trace, run_trial, save, strategy_id
+
+
+@dataclass
+class State:
+    """What other processes of the same sweep have to know, and later commands that go on with the same study."""
+
+    started_at: str
+    parent_run_id: str | None
+    command: str
+    study: str = ""  # name of the search's study
+    storage: str | None = None  # where the study is kept, as hydra.sweeper.storage says it
+    page: str = ""  # where MLflow shows the sweep (see tracking.sweep_page)
+
+    def write(self, folder: Path) -> None:
+        write_json(self, folder / STATE)
+
+
+def read_state(folder: Path) -> State | None:
+    """What the folder's command left; None where there is none, or where it cannot be read."""
+    try:
+        return State(**json.loads((folder / STATE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def now() -> str:
+    """ISO 8601, UTC, as the results write it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+#: Beside result.json, in the trial's folder.
+FOLDER = "explain"
+
+
+def trace_chosen(results: list[TrialResult], display: Display) -> Iterator[TrialResult]:
+    """Trace what `chosen` names in each comparison whose config asks for it. Yields each trial with its trace set.
+
+    results: all of a command's trials, whose comparisons are concluded here, before the report does.
+
+    The caller saves them as they come: an interruption leaves those that came to their end.
+    """
+    asking = [r for r in results if r.config.get("explain") and r.mode == Mode.measure.value]
+    if not asking:
+        return
+    picked = [r for group in grouped(asking) for r in chosen(group.conclude(), group.results)]
+    wanted = [r for i, r in enumerate(picked) if not any(r is earlier for earlier in picked[:i])]
+    if not wanted:
+        return
+    display.repeats(len(wanted), "traces")
+    names = " and ".join(r.name for r in wanted)
+    display.console.print(f"Tracing a few steps of {names}", markup=False, highlight=False)
+    for result in wanted:
+        with display.trial(f"{result.name}, a few steps under the profiler", "building the workload"):
+            try:
+                result.trace = _trace(typed(result.config), result, display)
+            except Exception as error:
+                words = f"Warning: {result.name} could not be traced: {one_line(error)}"
+                display.console.print(words, markup=False, highlight=False)
+                continue
+        yield result
+
+
+def files_of(result: TrialResult) -> list[Path]:
+    """The files of a trial's trace; [] where it has none."""
+    return [] if result.trace is None else [Path(result.folder) / name for name in result.trace.files]
+
+
+def chosen(comparison: Comparison, results: list[TrialResult]) -> list[TrialResult]:
+    """The baseline and the preferred trial; where that is the baseline, the one that saves most per time lost.
+
+    results: those that the comparison was made from. Only trials that ran to their end.
+    """
+    baseline = None if comparison.baseline_index is None else results[comparison.baseline_index]
+    preferred = None if comparison.preferred_index is None else results[comparison.preferred_index]
+    if preferred is None or preferred is baseline:
+        preferred = next((r for r in results if r.name == comparison.cheapest_saving), None)
+    picked = [r for r in (baseline, preferred) if r is not None]
+    return [r for r in picked if r.outcome == Outcome.ok.value and r.measurement is not None]
+
+
+def _trace(config: Config, result: TrialResult, display: Display) -> Trace:
+    run = run_isolated_trace if in_own_process(config) else run_trace
+    trace = run(config, result.name, Path(result.folder) / FOLDER, progress=display.step)
+    trace.files = [f"{FOLDER}/{name}" for name in trace.files]
+    return trace
+
 
 #: What verification of trials in their own processes has in common, while a command runs.
 VERIFIED = ".verified"
@@ -378,7 +466,7 @@ class Session:
         """What a search leaves beside the report: its result and its plots."""
         if not self.state.study:
             return []
-        from sweep.search_plots import draw_study  # only now: Optuna and matplotlib take their time
+        from sweep.search.plots import draw_study  # only now: Optuna and matplotlib take their time
 
         found = [self.folder / "optimization_results.yaml"]
         cap = report.sections[0].comparison.cap_mib

@@ -7,8 +7,18 @@ import math
 import random
 from typing import Any
 
-from sweep.findings import Conditions, Run, Trace
-from sweep.results import Holder, Measurement, Outcome, Peak, Prediction, TrialResult, Verification
+from sweep.results import (
+    Conditions,
+    Holder,
+    Measurement,
+    Outcome,
+    Peak,
+    Prediction,
+    Run,
+    Trace,
+    TrialResult,
+    Verification,
+)
 
 #: The strategy part of the config, as conf/strategy/ composes it for a global batch of 16.
 STRATEGIES: dict[str, dict[str, Any]] = {

@@ -13,10 +13,10 @@ from typing import Any
 
 import made_up
 
-from sweep.decide import by_comparison, conclude
+from sweep.config.schema import BudgetConf
+from sweep.decide.verdict import by_comparison, conclude
 from sweep.report import describe, write_report
 from sweep.results import Prediction, TrialResult
-from sweep.schema import BudgetConf
 from sweep.tracking import Store, close_sweep, open_sweep, start_trial, update_decision
 
 GLOBAL_BATCH, BLOCKS = 16, 8

@@ -12,15 +12,15 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from sweep.schema import Config, WorkloadConf, typed
-from sweep.schema_check import check
+from sweep.config.check import check
+from sweep.config.schema import Config, WorkloadConf, typed
 from sweep.workload import DataSource, build_data
 
 CONF = Path(__file__).parents[1] / "conf"
 TOKENS = {"_target_": "sweep.workload.data.RandomTokens", "vocab_size": 32, "seq_len": 16}
 DIGITS = {"_target_": "sweep.workload.data.Digits"}
 GPT: dict[str, Any] = {
-    "_target_": "sweep.workload.gpt.Transformer", "vocab_size": 32, "max_seq_len": 16, "layers": 4, "d_model": 32,
+    "_target_": "sweep.workload.models.Transformer", "vocab_size": 32, "max_seq_len": 16, "layers": 4, "d_model": 32,
     "heads": 4, "dropout": 0.1,
 }  # fmt: skip
 LLAMA = GPT | {
@@ -28,11 +28,11 @@ LLAMA = GPT | {
     "tied": False,
 }  # fmt: skip
 VIT = {
-    "_target_": "sweep.workload.vit.VisionTransformer", "image_size": 8, "patch_size": 2, "channels": 1, "classes": 10,
-    "layers": 4, "d_model": 32, "heads": 4, "dropout": 0.1,
+    "_target_": "sweep.workload.models.VisionTransformer", "image_size": 8, "patch_size": 2, "channels": 1,
+    "classes": 10, "layers": 4, "d_model": 32, "heads": 4, "dropout": 0.1,
 }  # fmt: skip
 CONVNET = {
-    "_target_": "sweep.workload.convnet.ResidualNet", "channels": 1, "classes": 10, "layers": 4, "features": 8,
+    "_target_": "sweep.workload.models.ResidualNet", "channels": 1, "classes": 10, "layers": 4, "features": 8,
 }  # fmt: skip
 
 WORKLOADS: dict[str, dict[str, Any]] = {
@@ -75,7 +75,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "hybrid_selective": {"checkpoint": {"granularity": "selective"}, "offload": {"placement": "all", **SMALL}},
     "everything": {
-        "micro_batch_size": 3, "checkpoint": {"granularity": "blocks", "every_k": 2},
+        "micro_batch_size": 3,
+        "checkpoint": {"granularity": "blocks", "every_k": 2},
         "offload": {"placement": "all", "keep_last": 1, **SMALL},
     },
 }

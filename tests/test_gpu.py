@@ -9,11 +9,11 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from sweep.isolate import run_isolated
-from sweep.memory.device import resolve_device
+from sweep.config.device import resolve_device
+from sweep.config.schema import typed
 from sweep.results import TrialResult
-from sweep.schema import typed
-from sweep.verify import verify
+from sweep.trial.process import run_isolated
+from sweep.trial.verify import verify
 from sweep.workload import build_data
 
 pytestmark = pytest.mark.gpu

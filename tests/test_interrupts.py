@@ -21,13 +21,13 @@ from omegaconf.errors import ConfigAttributeError
 from small_workloads import TOKENS, config
 from sqlalchemy.engine.default import DefaultDialect
 
-import sweep.isolate
 import sweep.session
+import sweep.trial.process
 import train
 from sweep.cli import guarded
 from sweep.interrupts import Terminated, ended_by_signals, whole
-from sweep.isolate import run_isolated
 from sweep.tracking import Store, close_sweep, initialise, open_sweep, start_trial, store_location
+from sweep.trial.process import run_isolated
 
 
 def interrupt(number: int = signal.SIGINT) -> None:
@@ -160,7 +160,7 @@ def test_an_interrupt_inside_of_a_statement_leaves_no_lock_and_no_run_running(
 
 
 def run(folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr("sweep.report_plots.draw", lambda report: [])
+    monkeypatch.setattr("sweep.report.plots.draw", lambda report: [])
     arguments = ["-m", "strategy=baseline,micro_batch,checkpoint", "mode=predict", "workload.model.layers=2"]
     arguments += ["workload.seq_len=16", "workload.data.max_mib=1", "tracking.system_metrics=false"]
     where = [f"tracking.uri={store.uri}", f"hydra.sweep.dir={folder}"]
@@ -240,6 +240,6 @@ def test_a_trials_process_ends_with_the_command_however_that_ends(
         child.stdin.close()  # as the system does for a process that was killed
         child.wait(timeout=60)
 
-    monkeypatch.setattr(sweep.isolate, "_follow", gone)
+    monkeypatch.setattr(sweep.trial.process, "_follow", gone)
     sleeping = config({"model": {"_target_": "small_models.Ending", "how": "sleep"}, "data": TOKENS}, "baseline")
     assert "SIGKILL" in run_isolated(sleeping, "sleeping", tmp_path).error

@@ -187,7 +187,7 @@ def test_accumulation_multiplies_the_batch() -> None:
 
 
 def test_a_limit_of_the_process_is_what_the_allocator_may_reserve() -> None:
-    from sweep.memory.device import allocator_capacity
+    from sweep.config.device import allocator_capacity
 
     job = build(Setting("cs336", "rtx_4090", limit_mib=5000.0))
     assert allocator_capacity(job.config.device) == 5000 * 2**20

@@ -13,21 +13,20 @@ import pytest
 from small_workloads import config
 from test_decide import BUSY
 
-import sweep.rounds as module
+import sweep.repeats as module
 from sweep import tracking
-from sweep.decide import conclude
+from sweep.config.device import resolve_device
+from sweep.config.schema import Config
+from sweep.decide.verdict import conclude
 from sweep.errors import DeviceOutOfMemory
-from sweep.findings import Run
-from sweep.isolate import run_isolated_repeat
-from sweep.memory.device import resolve_device
 from sweep.progress import Display
+from sweep.repeats import repeat_in_turn
 from sweep.report import read_sweep
-from sweep.results import TrialResult, read_trial, to_dict
-from sweep.rounds import repeat_in_turn
-from sweep.schema import Config
+from sweep.results import Run, TrialResult, read_trial, to_dict
 from sweep.session import Session
-from sweep.tracking_repeats import repeat_metrics_of
-from sweep.trial import fixed_id, run_repeat, run_trial, save
+from sweep.tracking.runs import repeat_metrics_of
+from sweep.trial.process import run_isolated_repeat
+from sweep.trial.trial import fixed_id, run_repeat, run_trial, save
 
 SHORT = {"warmup_steps": 1, "steps": 2, "repeats": 3, "eval_batches": 1}
 
@@ -58,7 +57,7 @@ _trials: dict[str, TrialResult] = {}  # each is run once: what becomes of it dif
 @pytest.fixture(autouse=True)
 def _no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     """After each run, with MLflow loaded, it takes longer than the run itself does here."""
-    monkeypatch.setattr("sweep.trial.gc.collect", lambda: 0)
+    monkeypatch.setattr("sweep.trial.trial.gc.collect", lambda: 0)
 
 
 @pytest.fixture
@@ -88,7 +87,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, strategy: str, index: int, error: C
             def fail(*_: Any, **__: Any) -> None:
                 raise found
 
-            inside.setattr("sweep.measure_run.run_step", fail)
+            inside.setattr("sweep.trial.measure.run_step", fail)
             return run_repeat(c, i, **more)
 
     monkeypatch.setattr(module, "run_repeat", broken)
@@ -181,7 +180,7 @@ def test_the_measurement_is_made_of_all_repeats_and_saved(tmp_path: Path) -> Non
         assert all(r.train_loss == m.train_loss for r in m.runs)  # one seed: the same computation
         assert [r.eval_loss is None for r in m.runs] == [i > 0 for i in range(runs)]
         assert to_dict(read_trial(Path(result.folder) / "result.json")) == to_dict(result)
-    from sweep.schema import BudgetConf
+    from sweep.config.schema import BudgetConf
 
     comparison = conclude(results, BudgetConf(), None)
     assert comparison.drift is not None
@@ -201,7 +200,7 @@ def test_each_seed_is_evaluated_once_and_the_quality_is_told_over_them(tmp_path:
         assert [r.eval_loss is not None for r in m.runs] == [True, True, False, False][: len(seeds)]
         assert m.eval_loss == m.runs[0].eval_loss != m.runs[1].eval_loss
         assert m.runs[2].train_loss == m.runs[0].train_loss != m.runs[1].train_loss
-    from sweep.schema import BudgetConf
+    from sweep.config.schema import BudgetConf
 
     quality = conclude(results, BudgetConf(), None).decisions[1].quality
     assert quality is not None
@@ -248,7 +247,7 @@ def test_a_repeat_that_fails_is_kept_apart_and_its_trial_not_repeated_again(
     assert (other.repeats, other.step_ms, other.eval_loss) == (1, before.step_ms, before.eval_loss)
     assert results[1].outcome == "ok"
     assert f"micro_batch: repeat 2 went wrong: {words}" in capsys.readouterr().out
-    from sweep.schema import BudgetConf
+    from sweep.config.schema import BudgetConf
 
     decision = conclude(results, BudgetConf(), None).decisions[1]
     assert "repeat_failed" in decision.reasons
@@ -278,7 +277,7 @@ def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take seconds, too."""
-    monkeypatch.setattr("sweep.report_plots.draw", lambda report: [])
+    monkeypatch.setattr("sweep.report.plots.draw", lambda report: [])
 
 
 @pytest.fixture

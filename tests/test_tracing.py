@@ -13,16 +13,15 @@ import pytest
 from rich.console import Console
 from small_workloads import TOKENS, config
 
-import sweep.tracing as module
-from sweep.decide import conclude
-from sweep.explain import STEPS
-from sweep.findings import Trace
-from sweep.isolate import run_isolated_trace
+import sweep.session as module
+from sweep.config.schema import BudgetConf, Config
+from sweep.decide.verdict import conclude
 from sweep.progress import Display
-from sweep.results import TrialResult, read_trial
-from sweep.schema import BudgetConf, Config
-from sweep.tracing import FOLDER, chosen, files_of, trace_chosen
-from sweep.trial import run_trial, save
+from sweep.results import Trace, TrialResult, read_trial
+from sweep.session import FOLDER, chosen, files_of, trace_chosen
+from sweep.trial.process import run_isolated_trace
+from sweep.trial.profile import STEPS
+from sweep.trial.trial import run_trial, save
 from tests.made_up import sweep_of_six, trial
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,4 +1,4 @@
-"""The plugin: hands Hydra's words to `sweep.search` and the candidates that come back to Hydra's launcher."""
+"""The plugin: hands Hydra's words to `sweep.search.loop` and the candidates that come back to Hydra's launcher."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class BudgetSweeper(Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> Any:
-        from sweep.search_hydra import run_sweep  # Optuna is imported only when a sweep really starts
+        from sweep.search.hydra import run_sweep  # Optuna is imported only when a sweep really starts
 
         assert self.hydra_context is not None
         assert self.config is not None

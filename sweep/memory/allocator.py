@@ -28,20 +28,126 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from sweep.memory.blocks import (
-    DEFAULT_OPTIONS,
-    MAX_NON_SPLIT_ROUNDING,
-    MIN_BLOCK,
-    SMALL_SIZE,
-    AllocatorOptions,
-    Block,
-    OutOfMemory,
-    Pool,
-    Segment,
-    segment_size,
-)
+from sweep.errors import BadInput
+
+MIB = 2**20
+MIN_BLOCK = 512  # kMinBlockSize: everything is a multiple of it
+SMALL_SIZE = 1 * MIB  # kSmallSize: the largest request of the small pool
+SMALL_SEGMENT = 2 * MIB  # kSmallBuffer
+MIN_LARGE_ALLOC = 10 * MIB  # kMinLargeAlloc: from here on a segment of its own size
+LARGE_SEGMENT = 20 * MIB  # kLargeBuffer: segment of the large pool's smaller requests
+ROUND_LARGE = 2 * MIB  # kRoundLarge
+#: An unsplittable block may be larger than the request by less than this (max_non_split_rounding_size).
+MAX_NON_SPLIT_ROUNDING = LARGE_SEGMENT
+
+
+def round_size(nbytes: int) -> int:
+    """What a request of `nbytes` takes at least."""
+    return max(MIN_BLOCK, (nbytes + MIN_BLOCK - 1) // MIN_BLOCK * MIN_BLOCK)
+
+
+def segment_size(size: int) -> int:
+    """The cudaMalloc that a request of `size` bytes (rounded) leads to when no free block is large enough."""
+    if size <= SMALL_SIZE:
+        return SMALL_SEGMENT
+    if size < MIN_LARGE_ALLOC:
+        return LARGE_SEGMENT
+    return (size + ROUND_LARGE - 1) // ROUND_LARGE * ROUND_LARGE
+
+
+@dataclass(frozen=True)
+class AllocatorOptions:
+    """The part of PYTORCH_CUDA_ALLOC_CONF that changes where blocks go."""
+
+    max_split_size: int | None = None  # bytes; blocks from this size on are never cut
+    expandable_segments: bool = False
+
+    @classmethod
+    def parse(cls, text: str, key: str = "PYTORCH_CUDA_ALLOC_CONF") -> AllocatorOptions:
+        """Read PYTORCH_CUDA_ALLOC_CONF's own syntax, such as "expandable_segments:True,max_split_size_mb:128".
+
+        `key` names the setting in the BadInput that an option without a replay raises.
+        """
+        split: int | None = None
+        expandable = False
+        for part in filter(None, (p.strip() for p in text.split(","))):
+            name, _, value = (p.strip() for p in part.partition(":"))
+            if name == "max_split_size_mb" and value.isdigit():
+                split = int(value) * MIB
+                if split <= LARGE_SEGMENT:
+                    raise BadInput(
+                        key, text, "max_split_size_mb is too small", f"give more than {LARGE_SEGMENT // MIB}"
+                    )
+            elif name == "expandable_segments" and value.lower() in ("true", "false"):
+                expandable = value.lower() == "true"
+            else:
+                raise BadInput(
+                    key,
+                    text,
+                    f"{part} cannot be replayed",
+                    "use max_split_size_mb:N and expandable_segments:True|False",
+                )
+        return cls(split, expandable)
+
+
+DEFAULT_OPTIONS = AllocatorOptions()
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """The first request that found no memory."""
+
+    request: int  # its number, counted from 0 over all mallocs
+    id: Hashable
+    nbytes: int
+    segment_bytes: int  # what cudaMalloc was asked for
+    allocated: int
+    reserved: int  # after the wholly free segments went back
+    largest_free: int  # the largest free block of the request's pool: fragmentation, if it is near the request
+
+
+class Block:
+    """A piece of a segment: in use, free, or (expandable segments only) not backed by memory."""
+
+    __slots__ = ("address", "allocated", "mapped", "next", "pool", "prev", "requested", "segment", "size")
+
+    def __init__(self, address: int, size: int, pool: Pool, segment: Segment) -> None:
+        self.address, self.size, self.pool, self.segment = address, size, pool, segment
+        self.requested = 0
+        self.prev: Block | None = None
+        self.next: Block | None = None
+        self.allocated = False
+        self.mapped = True
+
+
+class Pool:
+    """The free blocks of one stream and one size class, sorted by size, then address."""
+
+    __slots__ = ("free", "small", "stream", "unmapped")
+
+    def __init__(self, stream: int, small: bool) -> None:
+        self.stream, self.small = stream, small
+        self.free: list[tuple[int, int, Block]] = []
+        self.unmapped: list[tuple[int, Block]] = []  # by address; expandable segments only
+
+    def add(self, block: Block) -> None:
+        insort(self.free, (block.size, block.address, block))
+
+    def remove(self, block: Block) -> None:
+        del self.free[bisect_left(self.free, (block.size, block.address))]
+
+
+class Segment:
+    """One cudaMalloc, or one reserved range of addresses. `first` stays the same object through splits and merges."""
+
+    __slots__ = ("address", "expandable", "first", "pool", "size")
+
+    def __init__(self, address: int, size: int, pool: Pool, expandable: bool = False) -> None:
+        self.address, self.size, self.pool, self.expandable = address, size, pool, expandable
+        self.first = Block(address, size, pool, self)
 
 
 class CachingAllocator:
@@ -279,7 +385,6 @@ class CachingAllocator:
 
 def make_allocator(capacity: int | None = None, options: AllocatorOptions = DEFAULT_OPTIONS) -> CachingAllocator:
     """The allocator for these options. `capacity` in bytes, None: unlimited."""
-    from sweep.memory.expandable import ExpandableAllocator
 
     return (
         ExpandableAllocator(capacity, options) if options.expandable_segments else CachingAllocator(capacity, options)
@@ -302,3 +407,163 @@ def replay(
         if handlers[event[0]](*event[1:]) is False:
             break
     return allocator
+
+
+_UNLIMITED = 2**45  # addresses of a segment on a card of unknown size
+
+
+class ExpandableAllocator(CachingAllocator):
+    expandable = True
+
+    def __init__(self, capacity: int | None = None, options: AllocatorOptions = DEFAULT_OPTIONS) -> None:
+        super().__init__(capacity, options)
+        self._span = _UNLIMITED if capacity is None else capacity + capacity // 8
+
+    def _take_free(self, pool: Pool, size: int) -> Block | None:
+        """Best fit, where a block that can grow counts with what it can grow to."""
+        free = pool.free
+        at = bisect_left(free, (size,))
+        if at == len(free):
+            return None
+        while at + 1 < len(free) and _reach(free[at + 1][2]) < _reach(free[at][2]):
+            at += 1
+        found = free[at][0]
+        if size < self._split_limit <= found:
+            return None
+        if size >= self._split_limit and found >= size + LARGE_SEGMENT:
+            return None
+        return free.pop(at)[2]
+
+    def _new_block(self, pool: Pool, size: int) -> Block | None:
+        block = self._find_room(pool, size)
+        if not block.mapped:
+            mapped = self._map(block, min(block.size, size))
+            if mapped is None:
+                return None
+            block = mapped
+        while block.size < size:
+            assert block.next is not None and not block.next.mapped
+            mapped = self._map(block.next, min(size - block.size, block.next.size))
+            if mapped is None:
+                return None
+            block = mapped
+        pool.remove(block)
+        return block
+
+    def _find_room(self, pool: Pool, size: int) -> Block:
+        """The first unbacked range that, with a free block before it, has room for `size` bytes; else a new segment."""
+        for _, block in pool.unmapped:
+            start = block.prev if block.prev is not None and not block.prev.allocated else block
+            room, at = 0, start
+            while at is not None and not at.allocated and room < size:
+                room += at.size
+                at = at.next  # type: ignore[assignment]
+            if room >= size:
+                return start
+        piece = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
+        span = max(-(-self._span // piece), -(-size // piece)) * piece
+        segment = Segment(self._next_address, span, pool, expandable=True)
+        self._next_address += span + MIB
+        self._segments[segment.address] = segment
+        self.segments_made += 1
+        segment.first.mapped = False
+        insort(pool.unmapped, (segment.address, segment.first))
+        return segment.first
+
+    def _map(self, block: Block, size: int) -> Block | None:
+        """Back the first `size` bytes of an unbacked block with memory; gives the free block that they are now part of.
+
+        None when the device is full (cuMemCreate fails); what was mapped before stays mapped.
+        """
+        pool = block.pool
+        piece = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
+        mapped = min(-(-size // piece) * piece, block.size)
+        if self.capacity is not None and self.reserved + mapped > self.capacity:
+            return None
+        del pool.unmapped[bisect_left(pool.unmapped, (block.address,))]
+        block.mapped = True
+        if mapped < block.size:
+            rest = Block(block.address + mapped, block.size - mapped, pool, block.segment)
+            rest.mapped = False
+            _link_after(block, rest)
+            block.size = mapped
+            insort(pool.unmapped, (rest.address, rest))
+        self._reserve(mapped)
+        before = block.prev
+        if before is not None and not before.allocated and before.mapped:
+            pool.remove(before)
+            block = _absorb(before)
+        after = block.next
+        if after is not None and not after.allocated and after.mapped:
+            pool.remove(after)
+            _absorb(block)
+        pool.add(block)
+        return block
+
+    def _release_oversize(self, pool: Pool, size: int) -> bool:
+        return False  # only blocks of ordinary segments are released here, and there are none
+
+    def _release_pool(self, pool: Pool) -> None:
+        for _, _, block in list(pool.free):
+            self._unmap(block)
+
+    def _unmap(self, block: Block) -> None:
+        """Give the whole pieces within a free block back to the driver."""
+        pool = block.pool
+        piece = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
+        origin = block.segment.address
+        start = -(-(block.address - origin) // piece) * piece + origin
+        end = (block.address + block.size - origin) // piece * piece + origin
+        if start >= end:
+            return
+        pool.remove(block)
+        tail = block.address + block.size - end
+        if tail:
+            after = Block(end, tail, pool, block.segment)
+            _link_after(block, after)
+            pool.add(after)
+            block.size -= tail
+        head = start - block.address
+        if head:
+            hole = Block(start, block.size - head, pool, block.segment)
+            _link_after(block, hole)
+            block.size = head
+            pool.add(block)
+            block = hole
+        block.mapped = False
+        self.reserved -= block.size
+        before, after_hole = block.prev, block.next
+        if before is not None and not before.mapped:
+            del pool.unmapped[bisect_left(pool.unmapped, (before.address,))]
+            block = _absorb(before)
+        if after_hole is not None and not after_hole.mapped:
+            del pool.unmapped[bisect_left(pool.unmapped, (after_hole.address,))]
+            _absorb(block)
+        insort(pool.unmapped, (block.address, block))
+        if block.prev is None and block.next is None:
+            pool.unmapped.remove((block.address, block))
+            del self._segments[block.segment.address]
+
+
+def _reach(block: Block) -> int:
+    """The size that a free block can grow to."""
+    after = block.next
+    return block.size + (after.size if after is not None and not after.mapped else 0)
+
+
+def _link_after(block: Block, new: Block) -> None:
+    new.prev, new.next = block, block.next
+    if block.next is not None:
+        block.next.prev = new
+    block.next = new
+
+
+def _absorb(block: Block) -> Block:
+    """Merge `block` with its successor."""
+    after = block.next
+    assert after is not None
+    block.size += after.size
+    block.next = after.next
+    if after.next is not None:
+        after.next.prev = block
+    return block

@@ -1,6 +1,6 @@
 """Strategies: how the memory is spent. Applied in one fixed order to any model's blocks, without editing its code.
 
-1. micro-batches: the step runs them (`sweep.step`);
+1. micro-batches: the step runs them (`sweep.workload.step`);
 2. checkpointing: patches the blocks' forwards, innermost;
 3. offload: saved-tensor hooks around the whole forward, outermost, so that they see what checkpointing leaves.
 """
@@ -15,17 +15,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from sweep.config.schema import Granularity, OffloadImplementation, Placement, StrategyConf
+from sweep.config.strategy_names import accumulation_steps, micro_batch_size
 from sweep.errors import BadInput, NothingOffloaded, NothingRecomputed
-from sweep.schema import Granularity, OffloadImplementation, Placement, StrategyConf
-from sweep.step import Phases
 from sweep.strategy import checkpointing, offload
-from sweep.strategy.accumulation import accumulation_steps, micro_batch_size, over_the_batch
 from sweep.strategy.checkpointing import Recomputed
-from sweep.strategy.offload import Moved
-from sweep.strategy.save_on_cpu import SaveOnCpu
+from sweep.strategy.offload import Moved, SaveOnCpu
 from sweep.workload import Block, patterns_of
+from sweep.workload.step import Phases
 
 __all__ = ["Applied", "accumulation_steps", "applied", "check_blocks", "micro_batch_size", "over_the_batch"]
+
+
+#: Of timm and inplace_abn: norms that take statistics over the batch without being torch's BatchNorm.
+OVER_THE_BATCH = frozenset(("EvoNorm2dB0", "EvoNorm2dB1", "EvoNorm2dB2", "ABN", "InPlaceABN", "InPlaceABNSync"))
 
 
 @dataclass
@@ -141,3 +144,22 @@ def _without_cache(model: nn.Module) -> Iterator[bool]:
     finally:
         for config in configs.values():
             config.use_cache = True
+
+
+def over_the_batch(model: nn.Module) -> str:
+    """What in `model`, as it is trained, is known to compute over all samples at once, in words; "" where nothing is.
+
+    Frozen norms do not, nor do those that a model keeps in evaluation mode.
+    """
+    norms = nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind.startswith("Frozen") or not (isinstance(module, norms) or kind in OVER_THE_BATCH):
+            continue
+        of_batch = not isinstance(module, norms[1])
+        # Without running statistics a BatchNorm takes the batch's in evaluation, too.
+        if of_batch and (module.training or getattr(module, "running_mean", 0) is None):
+            return f"{name} ({kind}) takes statistics over the whole batch"
+        if not of_batch and module.training and module.track_running_stats:
+            return f"{name} ({kind}) changes its running statistics in every forward"
+    return ""

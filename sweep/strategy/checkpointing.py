@@ -24,14 +24,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
+from sweep.config.schema import CheckpointConf, Granularity
 from sweep.errors import BadInput, NotEquivalent
-from sweep.outcomes import one_line, outcome_of
 from sweep.results import Outcome, Phase
-from sweep.schema import CheckpointConf, Granularity
-from sweep.step import Phases
-from sweep.strategy.patching import Forward, patched_forward
 from sweep.strategy.state import StateGuard, restored, with_tensors, without_tensors
+from sweep.trial.outcomes import one_line, outcome_of
 from sweep.workload import Block
+from sweep.workload.step import Phases
+
+Forward = Callable[..., Any]
+
+
+@contextmanager
+def patched_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> Iterator[None]:
+    """`module.forward` is `wrap(module.forward)` inside. Parameter names, hooks and the class stay as they are."""
+    before = module.__dict__.get("forward")
+    module.forward = wrap(module.forward)
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
 
 #: Results that `selective` keeps: they are dear to compute. Everything else is cheap and computed again.
 MATMUL_AND_ATTENTION = (

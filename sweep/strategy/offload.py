@@ -22,15 +22,43 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sweep.config.schema import OffloadConf, Placement
 from sweep.errors import BadInput
 from sweep.memory.ledger import host_memory
 from sweep.results import Phase
-from sweep.schema import OffloadConf, Placement
-from sweep.step import FROM_HOST, TO_HOST, Phases
-from sweep.strategy.copier import Copier, copier_for
-from sweep.strategy.patching import Forward, patched_forward
+from sweep.strategy.checkpointing import Forward, patched_forward
+from sweep.strategy.copier import Copier, copier_for, host_buffer
 from sweep.strategy.state import without_tensors
 from sweep.workload import Block, compiled_module
+from sweep.workload.step import FROM_HOST, TO_HOST, Phases
+
+
+class SaveOnCpu:
+    def __init__(self, phases: Phases, device: torch.device, pin_memory: bool) -> None:
+        self.moved = Moved()
+        self._phases, self._device = phases, device
+        self._pin = pin_memory and device.type == "cuda"
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def around_forward(self) -> Iterator[None]:
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        with torch.no_grad(), self._phases(Phase.transfer, TO_HOST), host_memory():
+            host = host_buffer(tensor.size(), tensor.dtype, pin=self._pin)
+            host.copy_(tensor.detach())
+        self.moved.to_host_bytes += host.numel() * host.element_size()
+        return host
+
+    def _unpack(self, host: Tensor) -> Tensor:
+        with torch.no_grad(), self._phases(Phase.transfer, FROM_HOST):
+            self.moved.from_host_bytes += host.numel() * host.element_size()
+            return host.to(self._device, non_blocking=self._pin, copy=True)
 
 
 @dataclass

@@ -4,12 +4,46 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import random
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from sweep.errors import BadInput
+
+#: numpy takes seeds below this.
+_NUMPY_SEEDS = 2**32
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch's generators (of every device), Python's and numpy's global one."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % _NUMPY_SEEDS)
+
+
+def python_states() -> tuple[Any, Any]:
+    """The states of Python's and of numpy's generator, for `restore`."""
+    return random.getstate(), np.random.get_state()
+
+
+def restore(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+
+
+def random_states(device: torch.device) -> dict[str, bytes]:
+    """The state of each generator that code on `device` may draw from, by its name, as bytes to compare."""
+    python, numpy = python_states()
+    found = {"torch": torch.get_rng_state().numpy().tobytes(), "python": repr(python).encode()}
+    found["numpy"] = repr((numpy[1].tobytes(), *numpy[2:])).encode()
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device).numpy().tobytes()
+    return found
+
 
 #: A tensor, or a nesting of tensors in dicts and other mappings, lists, tuples and dataclasses. Dimension 0 is the
 #: sample; tensors without dimensions, numbers and strings belong to all samples. The losses of this project take

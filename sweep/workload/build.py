@@ -18,10 +18,9 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_class, get_object, instantiate
 from torch import Tensor, nn
 
+from sweep.config.schema import Dtype, Implementation, OptimizerName, Scheduler, WorkloadConf
 from sweep.errors import BadInput, CannotPredict
-from sweep.schema import Dtype, Implementation, OptimizerName, Scheduler, WorkloadConf
-from sweep.workload.batch import Batch, checked, map_batch, samples_in
-from sweep.workload.randomness import seed_everything
+from sweep.workload.batch import Batch, checked, map_batch, samples_in, seed_everything
 
 
 class DataSource(Protocol):

@@ -1,0 +1,301 @@
+"""The search as a Hydra sweep: composing, launching through Hydra's launcher, exit codes. What the plugin calls."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import HydraException
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from hydra.utils import get_object, instantiate
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from sweep.config.addresses import conceal_in, words_of
+from sweep.errors import EXIT_BAD_INPUT, EXIT_NOTHING_FEASIBLE, BadInput
+from sweep.search.candidate import Job, Settings
+from sweep.search.loop import Search, quiet_optuna
+from sweep.search.space import Space, bare, encode, iter_texts, read_space
+from sweep.search.study import (
+    Record,
+    Sampler,
+    default_name,
+    digest_of,
+    fixed_digests,
+    free_name,
+    open_storage,
+    open_study,
+)
+
+#: Every choice of a key is composed once before the search starts, up to so many compositions.
+MOST_COMPOSITIONS = 64
+
+
+def run_sweep(
+    settings: Mapping[str, Any],
+    arguments: list[str],
+    context: HydraContext,
+    config: DictConfig,
+    launcher: Launcher,
+    task_function: TaskFunction,
+) -> list[Record]:
+    """Search, say and write the result.
+
+    Raises BadInput, or Hydra's own errors, for what a person can mend; without HYDRA_FULL_ERROR=1 they are printed
+    as one line, and the exit code is 2. Exits with 3 where no trial is feasible.
+    """
+    conceal_in(config)
+    try:
+        search = make_search(settings, arguments, context, config, launcher, task_function)
+        found = search.run()
+    except (BadInput, HydraException, OmegaConfBaseException) as error:
+        if os.environ.get("HYDRA_FULL_ERROR", "0") == "1":
+            raise
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(EXIT_BAD_INPUT) from error
+    finally:
+        sys.stdout.flush()
+    if not search.progress.end(found, search.ended_because):
+        # Hydra would call them after this function, which does not return.
+        context.callbacks.on_multirun_end(config=config, config_name=config.hydra.job.config_name)
+        raise SystemExit(EXIT_NOTHING_FEASIBLE)
+    return found
+
+
+def make_search(
+    given: Mapping[str, Any],
+    arguments: list[str],
+    context: HydraContext,
+    config: DictConfig,
+    launcher: Launcher,
+    task_function: TaskFunction,
+    say: Callable[[str], None] = print,
+) -> Search:
+    """Check everything that can be checked, open the study, and be ready to ask. Raises BadInput."""
+    quiet_optuna()
+    settings = read_settings(given)
+    job_config = without_hydra(config)
+    space = space_of(given, arguments, context.config_loader, job_config)
+    if not space.parameters and space.extend is None:
+        raise BadInput("command line", " ".join(arguments), "searches nothing", "give a key several values: key=1,2,3")
+    runner = HydraRunner(context, config, launcher, settings.n_jobs)
+    runner.check(space)
+    if settings.n_jobs > 1 and runner.serial:
+        say(
+            f"warning: n_jobs={settings.n_jobs}, but the basic launcher runs its jobs serially, one after another; "
+            "hydra/launcher=joblib (pip install hydra-joblib-launcher) runs them in parallel"
+        )
+        settings.n_jobs = 1
+
+    root = app_folder(task_function, config)
+    storage = open_storage(given["storage"], root, Path(config.hydra.runtime.cwd))
+    fixed = fixed_of(given, job_config, space)
+    name = given["study_name"] or default_name(str(config.hydra.job.name), fixed, space)
+    if not given["resume"]:
+        name = free_name(storage, name)
+    study = open_study(storage, name, space, settings.directions, fixed, say)
+    known = len(study.get_trials(deepcopy=False))
+    sampler = Sampler(given["sampler"] or {}, settings.seed, known, len(settings.directions))
+
+    folder = Path(config.hydra.runtime.cwd, str(config.hydra.sweep.dir))
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "multirun.yaml").exists():
+        OmegaConf.save(config, folder / "multirun.yaml")
+    return Search(
+        study,
+        space,
+        sampler,
+        settings,
+        runner,
+        folder=folder,
+        fixed=digest_of(fixed),
+        enqueue=read_points(given["enqueue"]),
+        preflight=hook(given["preflight"], "preflight"),
+        plan=hook(given["plan"], "plan"),
+        read=hook(given["read"], "read"),
+        recover=hook(given.get("recover"), "recover"),
+        say=say,
+    )
+
+
+def space_of(given: Mapping[str, Any], arguments: list[str], loader: ConfigLoader, job_config: DictConfig) -> Space:
+    """What the settings and the command line search."""
+    extend_name = given["custom_search_space"]
+    params: Any = OmegaConf.to_container(OmegaConf.create(given["params"] or {}))
+    return read_space(
+        params, arguments, loader, hook(extend_name, "custom_search_space"), job_config, extend_name or ""
+    )
+
+
+def compositions(space: Space) -> list[list[str]]:
+    """The words of jobs that together have every choice of every key, as far as MOST_COMPOSITIONS goes."""
+    texts = dict(iter_texts(space))
+    first = {key: found[0] for key, found in texts.items()}
+    chosen = [first, *({**first, key: text} for key, found in texts.items() for text in found[1:])]
+    return [
+        [w if isinstance(w, str) else f"{w.key}={each[w.key]}" for w in space.words]
+        for each in chosen[:MOST_COMPOSITIONS]
+    ]
+
+
+def fixed_of(given: Mapping[str, Any], job_config: DictConfig, space: Space) -> dict[str, str]:
+    """Digests of what is not searched and can change a result."""
+    return fixed_digests(job_config, [bare(key) for key in space.parameters], list(given["irrelevant"] or ()))
+
+
+def study_name(config: DictConfig, app: str, loader: ConfigLoader, root: Path) -> str:
+    """The name that the study of a composed command will have, known before it is opened; `app` begins it."""
+    given, arguments = config.hydra.sweeper, words_of(config.hydra.overrides.task)
+    job_config = without_hydra(config)
+    space = space_of(given, arguments, loader, job_config)
+    name = given.study_name or default_name(app, fixed_of(given, job_config, space), space)
+    if given.resume:
+        return str(name)
+    return free_name(open_storage(given.storage, root, Path(config.hydra.runtime.cwd)), str(name))
+
+
+def read_settings(given: Mapping[str, Any]) -> Settings:
+    """The limits and directions, checked."""
+    direction = given["direction"]
+    said = [direction] if isinstance(direction, str) else list(direction or [])
+    directions = [str(getattr(d, "name", d)).lower() for d in said]
+    for d in directions or [""]:
+        if d not in ("minimize", "maximize"):
+            raise BadInput("hydra.sweeper.direction", direction, "is no direction", "give minimize or maximize")
+    objectives = [str(n) for n in given["objectives"] or []]
+    if objectives and len(objectives) != len(directions):
+        raise BadInput(
+            "hydra.sweeper.objectives", objectives, f"names {len(objectives)} of {len(directions)} objectives",
+            "give one name per direction",
+        )  # fmt: skip
+    for key, least in _LEAST.items():
+        value = given[key]
+        if value is not None and not value >= least:
+            raise BadInput(f"hydra.sweeper.{key}", value, f"is below {least}", f"give {least} or more")
+    constraints = [str(n) for n in given["constraints"] or []]
+    limits = {key: given[key] for key in (*_LEAST, "seed")}
+    return Settings(directions=directions, objectives=objectives, constraints=constraints, **limits)
+
+
+_LEAST = {"n_trials": 1, "timeout_s": 0, "n_jobs": 1, "max_failures": 0, "max_failure_rate": 0, "max_skipped": 1}
+
+
+def read_points(given: Any) -> list[dict[str, Any]]:
+    points: Any = OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given or []
+    for point in points:
+        if not isinstance(point, Mapping):
+            raise BadInput("hydra.sweeper.enqueue", point, "is no point", "give a list of {key: value, ...}")
+    return list(points)
+
+
+def hook(conf: Any, name: str) -> Any:
+    """The callable behind an import path or a config with `_target_`: a class is made, a function is bound."""
+    if conf is None:
+        return None
+    key = f"hydra.sweeper.{name}"
+    if isinstance(conf, str):
+        conf = OmegaConf.create({"_target_": conf})
+    if not isinstance(conf, Mapping) and not OmegaConf.is_dict(conf):
+        raise BadInput(key, conf, "is no config with _target_", "give _target_ and its arguments")
+    target = conf.get("_target_")
+    try:
+        found = get_object(str(target))
+        if not inspect.isclass(found):
+            conf = {**conf, "_partial_": True}
+        made = instantiate(conf, _convert_="all")
+    except BadInput:
+        raise
+    except Exception as error:
+        first = str(error).strip().splitlines()[0]
+        raise BadInput(f"{key}._target_", target, f"cannot be made ({first})", "give the import path") from error
+    if not callable(made):
+        raise BadInput(f"{key}._target_", target, "cannot be called", "give a function or a class with __call__")
+    return made
+
+
+def app_folder(task_function: TaskFunction, config: DictConfig) -> Path:
+    """The folder of the app's own file, so that its studies are found from any working directory."""
+    try:
+        return Path(inspect.getfile(inspect.unwrap(task_function))).resolve().parent
+    except (TypeError, OSError):
+        return Path(config.hydra.runtime.cwd)
+
+
+def without_hydra(config: DictConfig) -> DictConfig:
+    return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+
+
+class HydraRunner:
+    """Composes with Hydra's loader and launches with its launcher."""
+
+    def __init__(self, context: HydraContext, config: DictConfig, launcher: Launcher, n_jobs: int) -> None:
+        self.loader, self.config, self.launcher = context.config_loader, config, launcher
+        self.serial = str(config.hydra.launcher.get("_target_", "")).endswith("BasicLauncher")
+
+    def check(self, space: Space) -> None:
+        """Compose every choice of every key once, so that what cannot be composed is refused before anything is asked.
+
+        Raises Hydra's own exceptions.
+        """
+        for words in compositions(space):
+            self.loader.load_sweep_config(self.config, words)
+
+    def compose(self, number: int, overrides: list[str]) -> tuple[DictConfig, Path | None]:
+        config = self.loader.load_sweep_config(self.config, overrides)
+        with open_dict(config):
+            config.hydra.job.id = config.hydra.job.num = number
+        return without_hydra(config), _folder(config)
+
+    def launch(self, jobs: Sequence[Job]) -> list[tuple[Any, Path | None]]:
+        overrides = [self._numbered(job, jobs[0].number + i) for i, job in enumerate(jobs)]
+        try:
+            returned = self.launcher.launch(overrides, initial_job_idx=jobs[0].number)
+        except (HydraException, OmegaConfBaseException, BadInput):
+            raise
+        except Exception as error:  # a worker died; none of its batch has a result
+            return [(error, job.folder) for job in jobs]
+        return [_unpack(r, job) for r, job in zip(returned, jobs)]
+
+    def _numbered(self, job: Job, given: int) -> list[str]:
+        """The job's words, with a folder of its own where the launcher's number would give another or an old one."""
+        folder = job.folder
+        if folder is None or (given == job.number and not folder.exists()):
+            return job.overrides
+        others = (folder.with_name(f"{folder.name}-{i}") for i in itertools.count(2))
+        free = next(f for f in itertools.chain([folder], others) if not f.exists())
+        root = Path(self.config.hydra.runtime.cwd, str(self.config.hydra.sweep.dir))
+        return [*job.overrides, f"hydra.sweep.subdir={encode(os.path.relpath(free, root))}"]
+
+
+def _folder(config: DictConfig) -> Path | None:
+    """Where Hydra will put the job's output."""
+    before = HydraConfig.instance().cfg
+    HydraConfig.instance().set_config(config)
+    try:
+        sweep_dir, subdir = (OmegaConf.select(config, f"hydra.sweep.{k}") for k in ("dir", "subdir"))
+        return Path(config.hydra.runtime.cwd, str(sweep_dir), str(subdir))
+    except OmegaConfBaseException:
+        return None  # needs what only a running job has
+    finally:
+        HydraConfig.instance().cfg = before
+
+
+def _unpack(returned: JobReturn, job: Job) -> tuple[Any, Path | None]:
+    """What a job returned or raised, and its folder. The JobReturn itself is let go, as it holds the exception."""
+    folder = job.folder
+    if returned.hydra_cfg is not None:
+        said = OmegaConf.select(returned.hydra_cfg, "hydra.runtime.output_dir")
+        folder = Path(said) if said else folder
+    value, returned._return_value = returned._return_value, None
+    if returned.status is JobStatus.UNKNOWN:
+        value = RuntimeError("the launcher says nothing of how the job ended")
+    return value, folder

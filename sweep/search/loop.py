@@ -1,0 +1,655 @@
+"""A search: ask Optuna for a candidate, ask the preflight whether it is worth a run, run it, tell what came out.
+
+Knows nothing of what is searched. Whoever runs the jobs (Hydra's launcher, or a table of known results) is a `Runner`.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import optuna
+from omegaconf import DictConfig
+from optuna.trial import FrozenTrial, TrialState
+
+from sweep.errors import BadInput
+from sweep.interrupts import whole
+from sweep.search.candidate import (
+    DETAIL_CHARACTERS,
+    FAILED,
+    OK,
+    OOM_CONSTRAINT,
+    Answer,
+    Job,
+    NoAnswer,
+    Runner,
+    Settings,
+    read_answer,
+    read_exception,
+    read_preflight,
+)
+from sweep.search.space import Point, Space
+from sweep.search.study import (
+    ANSWERED_BY,
+    BY_MEMORY,
+    BY_PREFLIGHT,
+    ESTIMATED,
+    JOB,
+    PLACEHOLDER,
+    VALUE_IS,
+    Record,
+    Sampler,
+    best_first,
+    close,
+    counts,
+    least_violating,
+    number_text,
+    owner,
+    record,
+    records,
+    stale,
+    summary,
+    write_summary,
+)
+
+DEFAULT_TRIALS = 20
+
+
+class Limits:
+    """Counts what has ended since this run began."""
+
+    def __init__(self, settings: Settings, *, exhaustive: bool) -> None:
+        self.settings = settings
+        #: Jobs to launch over all runs of the study; None: as many as there are points.
+        self.n_trials = settings.n_trials
+        if self.n_trials is None and not exhaustive:
+            self.n_trials = DEFAULT_TRIALS
+        self.skipped_in_a_row = self.repeats_in_a_row = self.failures = 0
+        self.batch_failure_rate = 0.0
+        self.stopped_by_sampler = False
+        self._last_failure = ""
+        self._started = time.monotonic()
+
+    def count(self, r: Record) -> None:
+        self.skipped_in_a_row = 0 if r.launched else self.skipped_in_a_row + 1
+        self.repeats_in_a_row = self.repeats_in_a_row + 1 if r.answered_by == BY_MEMORY else 0
+        if r.state == "FAIL" and r.launched:
+            self.failures += 1
+            self._last_failure = r.reason
+
+    def room(self, launched: int) -> int:
+        """How many jobs the next batch may hold."""
+        return self.settings.n_jobs if self.n_trials is None else min(self.settings.n_jobs, self.n_trials - launched)
+
+    def why_end(self, launched: int) -> str | None:
+        """Why the search is over, or None."""
+        s = self.settings
+        if self.n_trials is not None and launched >= self.n_trials:
+            return f"{self.n_trials} trials were run"
+        if self.stopped_by_sampler:
+            return "the sampler has no further candidate"
+        if s.timeout_s is not None and time.monotonic() - self._started >= s.timeout_s:
+            return f"the time of {s.timeout_s:g} s is over"
+        if self._failed_too_often():
+            return "too many jobs failed"
+        if self.skipped_in_a_row >= s.max_skipped:
+            return f"the last {s.max_skipped} candidates needed no run"
+        return None
+
+    def _failed_too_often(self) -> str | None:
+        s = self.settings
+        if s.max_failures is not None and self.failures > s.max_failures:
+            return "max_failures"
+        if s.max_failure_rate is not None and self.batch_failure_rate > s.max_failure_rate:
+            return "max_failure_rate"
+        return None
+
+    def check_failures(self) -> None:
+        """Raise BadInput if more jobs failed than allowed."""
+        key = self._failed_too_often()
+        if key is not None:
+            raise BadInput(
+                f"hydra.sweeper.{key}",
+                getattr(self.settings, key),
+                f"{self.failures} jobs failed, the last with {self._last_failure}",
+                "mend the job, or raise the limit",
+            )
+
+
+class Progress:
+    """Lines for a terminal or a log. `say` prints one."""
+
+    def __init__(
+        self, directions: Sequence[str], objectives: Sequence[str], limit: int | None, say: Callable[[str], None]
+    ) -> None:
+        self.directions, self.objectives, self.limit, self.say = directions, objectives, limit, say
+
+    def begin(self, study: str, found: Sequence[Record]) -> None:
+        if found:
+            n = counts(found)["launched"]
+            self.say(f"going on with the study {study}: {n} trials are known")
+        else:
+            self.say(f"study {study}")
+
+    def ended(self, r: Record, found: Sequence[Record]) -> None:
+        launched = counts(found)["launched"]
+        of = f"{launched}/{self.limit}" if self.limit is not None else str(launched)
+        if r.answered_by == BY_MEMORY:
+            return  # nothing new is known
+        said = [f"[{of}] trial {r.number}: {self.result(r)}"]
+        if r.overrides:
+            said.append(words(r))
+        said.append(self.best_so_far(found))
+        self.say(" | ".join(said))
+
+    def result(self, r: Record) -> str:
+        """The outcome with its numbers, an estimate named as one."""
+        shown = r.outcome
+        if r.values is not None:
+            shown += " " + self.numbers(r.values)
+        elif r.estimated_values is not None:
+            why = "no result" if r.launched else "not run"
+            shown += f" ({why}; estimated {self.numbers(r.estimated_values)})"
+        over = [f"{k} by {number_text(v)}" for k, v in r.constraints.items() if v > 0]
+        if over:
+            shown += f", over {' and '.join(over)}"
+        if r.state == "FAIL" and r.reason:
+            shown += f" ({r.reason})"
+        return shown
+
+    def numbers(self, values: Sequence[float]) -> str:
+        return " ".join(f"{n}={number_text(v)}" for n, v in zip(self.objectives, values))
+
+    def best_so_far(self, found: Sequence[Record]) -> str:
+        best = best_first(found, self.directions)
+        if not best:
+            return "no feasible trial yet"
+        if len(self.directions) > 1:
+            return f"front: {len(best)} trials"
+        assert best[0].values is not None
+        return f"best {self.numbers(best[0].values)} (trial {best[0].number})"
+
+    def end(self, found: Sequence[Record], why: str) -> bool:
+        """Say the result. Returns whether there is a feasible trial."""
+        n = counts(found)
+        tail = ", ".join(f"{n[k]} {w}" for k, w in _SAID.items() if n[k])
+        self.say(f"the search ended: {why} ({tail})" if tail else f"the search ended: {why}")
+        best = best_first(found, self.directions)
+        if not best:
+            self.say("no feasible trial")
+            nearest = least_violating(found)
+            if nearest is not None:
+                self.say(f"least violating: trial {nearest.number}: {self.result(nearest)} | {_where(nearest)}")
+            return False
+        if len(self.directions) == 1:
+            self.say(f"best: trial {best[0].number}: {self.result(best[0])} | {_where(best[0])}")
+        else:
+            self.say(f"Pareto front of {len(best)} trials:")
+            for r in best:
+                self.say(f"  trial {r.number}: {self.result(r)} | {_where(r)}")
+        return True
+
+
+_SAID = {
+    "launched": "run in all",
+    "infeasible": "of them infeasible",
+    "failed": "failed",
+    "not_run": "were refused before a run",
+    "answered_from_memory": "were known already",
+}
+
+
+def words(r: Record) -> str:
+    """The words of a job that were searched; the fixed ones are the same for all."""
+    searched = {key.lstrip("+~") for key in r.params}
+    return " ".join(o for o in r.overrides if o.partition("=")[0].lstrip("+~") in searched)
+
+
+def _where(r: Record) -> str:
+    return " | ".join(x for x in (words(r), r.folder or "") if x)
+
+
+def read_returned(job: Job, said: Any, settings: Settings, read: Callable[[Job, Any], Any] | None) -> Answer:
+    """The answer in what a job returned or raised. Never raises for what a job did; such a trial has failed."""
+    try:
+        if isinstance(said, BaseException):
+            answer = read_exception(said, next(iter(settings.constraints), OOM_CONSTRAINT))
+            answer.details = "".join(traceback.format_exception(said))[-DETAIL_CHARACTERS:]
+            forget_frames(said)
+            return answer
+        return read_answer(read(job, said) if read is not None else said, settings.objectives)
+    except NoAnswer as error:
+        return Answer(outcome=FAILED, reason=str(error))
+
+
+def forget_frames(error: BaseException) -> None:
+    """Drop the local variables that an exception's traceback holds, and those of its causes."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        if current.__traceback__ is not None:
+            traceback.clear_frames(current.__traceback__)
+            current.__traceback__ = None
+        current = current.__cause__ or current.__context__
+
+
+@dataclass
+class Told:
+    """One trial's end: values are None for a failed one."""
+
+    values: list[float] | None = None
+    constraints: dict[str, float] = field(default_factory=dict)
+    attrs: dict[str, Any] = field(default_factory=dict)
+
+
+def what_to_tell(
+    job: Job, answer: Answer, answered_by: str | None, known: Iterable[Record], settings: Settings, sampler: str
+) -> Told:
+    """A trial that violates a constraint is complete and infeasible, never failed, so that samplers learn from it."""
+    outcome = FAILED if answer.failed and answer.outcome == OK else answer.outcome
+    attrs = {
+        "outcome": outcome if outcome != OK else None,
+        "reason": answer.reason,
+        "folder": answer.folder if answer.folder != str(job.folder) else None,
+        "mlflow_run_id": answer.mlflow_run_id,
+        "info": answer.info,
+        "details": answer.details,
+        ANSWERED_BY: answered_by,
+    }
+    told = Told(answer.values)
+    if not answer.failed:
+        known = list(known)
+        told.constraints = _constraints(answer, job.estimate, known, settings, sampler)
+        attrs[VALUE_IS] = ESTIMATED if answer.estimated else None
+        if told.values is None:
+            told.values, attrs[VALUE_IS] = _stand_in(job.estimate, known, settings)
+    # Each costs a commit, so what goes without saying is not said.
+    told.attrs = {k: v for k, v in attrs.items() if v not in (None, "", {})}
+    return told
+
+
+def _constraints(
+    answer: Answer, estimate: Answer | None, known: Iterable[Record], settings: Settings, sampler: str
+) -> dict[str, float]:
+    """The trial's violations, filled up to the names that the study's other trials have.
+
+    A trial without a value for a constraint counts as feasible in it, and the Gaussian process refuses trials with
+    different numbers of them.
+    """
+    names = {n for r in known for n in r.constraints} | set(settings.constraints)
+    if sampler == "GPSampler" and not settings.constraints:
+        names.add(OOM_CONSTRAINT)
+    told = dict(answer.constraints)
+    if answer.values is None and estimate is not None:
+        for name, value in estimate.constraints.items():
+            told.setdefault(name, max(value, 0.0))
+    return dict.fromkeys(names, 0.0) | told
+
+
+def _stand_in(estimate: Answer | None, known: Iterable[Record], settings: Settings) -> tuple[list[float], str]:
+    """What to tell for an infeasible trial that has no value: the estimate, or else the worst that was measured.
+
+    Only the Gaussian process looks at it, and it is never shown as a result.
+    """
+    if estimate is not None and estimate.values is not None:
+        return estimate.values, ESTIMATED
+    measured = [r.values for r in known if r.values is not None]
+    if not measured:
+        return [0.0] * len(settings.directions), PLACEHOLDER
+    worst = [min if d == "maximize" else max for d in settings.directions]
+    return [pick(column) for pick, column in zip(worst, zip(*measured))], PLACEHOLDER
+
+
+def tell(study: optuna.Study, trial: optuna.Trial, told: Told) -> tuple[FrozenTrial, bool]:
+    """End the trial. Returns it, and whether the sampler asks to stop, which an exhaustive one does by an exception."""
+    for key, value in told.attrs.items():
+        trial.set_user_attr(key, value)
+    for name in sorted(told.constraints):  # in one order, since the Gaussian process goes by position
+        trial.set_constraint(name, told.constraints[name])
+    state = TrialState.FAIL if told.values is None else TrialState.COMPLETE
+    try:
+        return study.tell(trial, told.values, state=state), False
+    except RuntimeError as error:
+        if "Study.stop" not in str(error):
+            raise
+        return next(t for t in study.get_trials(deepcopy=False) if t.number == trial.number), True
+
+
+def quiet_optuna() -> None:
+    """Leave the talking to us: no line per trial, and no warning that a sampler is experimental."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+
+
+#: Above this number of points a space is not enumerated: no exhaustion is noticed, and no grid is walked.
+MOST_POINTS = 20_000
+#: After so many known points in a row an unknown one is taken instead.
+REPEATS_IN_A_ROW = 10
+
+
+class Search:
+    """One run of a search over a study, which may hold trials of earlier runs.
+
+    preflight: called with a Job before it is launched; see `sweep.search.candidate.read_preflight` for what it may say.
+        If it has a method `learn`, that gets the Record of every ended trial, those of earlier runs first.
+    plan: called with this Search before the first candidate; returns points to try first, in a person's values.
+    read: called with a Job and what it returned; returns what `read_answer` understands.
+    recover: called with a Job that was running when its command was killed; returns what it would have, or None.
+    """
+
+    def __init__(
+        self,
+        study: optuna.Study,
+        space: Space,
+        sampler: Sampler,
+        settings: Settings,
+        runner: Runner,
+        *,
+        folder: Path | None = None,
+        fixed: str = "",
+        enqueue: Iterable[Mapping[str, Any]] = (),
+        preflight: Callable[[Job], Any] | None = None,
+        plan: Callable[[Search], Iterable[Mapping[str, Any]]] | None = None,
+        read: Callable[[Job, Any], Any] | None = None,
+        recover: Callable[[Job], Any] | None = None,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self.study, self.space, self.sampler, self.settings, self.runner = study, space, sampler, settings, runner
+        self.recover = recover
+        self.folder, self.fixed, self.preflight, self.plan, self.read = folder, fixed, preflight, plan, read
+        self.queue: list[Point] = [space.label(p) for p in enqueue]
+        self.points = space.points(MOST_POINTS)
+        if sampler.exhaustive and self.points is None:
+            raise BadInput(
+                "hydra.sweeper.sampler", sampler.name, "the space is not finite", "use choices and ranges, or tpe"
+            )
+        self.limits = Limits(settings, exhaustive=sampler.exhaustive)
+        study.sampler = sampler.optuna
+        self.progress = Progress(settings.directions, settings.objectives, self.limits.n_trials, say)
+        self.records: dict[int, Record] = {}
+        self.ended_because = ""
+        self._known: dict[tuple[str, ...], Record] = {}  # measured, refused, or failed in this run
+        self._open: dict[int, optuna.Trial] = {}
+        self._running: set[tuple[str, ...]] = set()  # the points of the batch that is being filled or run
+        self._unknown = self._in_order()
+        self._judged_after = -1  # jobs launched when the refused points were last reconsidered
+
+    def run(self) -> list[Record]:
+        """Search until one of the limits. Returns all trials of the study; whatever happens, they are kept and written.
+
+        Raises BadInput where more jobs failed than allowed. An interruption ends the open trials first.
+        """
+        left = {trial.number: trial for trial in stale(self.study)}
+        answered = {number: found for number, trial in left.items() if (found := self._recovered(trial)) is not None}
+        lost = [trial for number, trial in left.items() if number not in answered]
+        close(self.study, lost)
+        if lost:
+            numbers = ", ".join(str(t.number) for t in lost)
+            self.progress.say(f"closed what a killed command left running: trial {numbers}")
+        for r in records(self.study):
+            self._remember(r)
+        self.progress.begin(self.study.study_name, list(self.records.values()))
+        for number, (job, answer) in answered.items():
+            self.progress.say(f"trial {number} had been run when its command was killed: its result is taken")
+            self._tell(optuna.Trial(self.study, left[number]._trial_id), job, answer, None)
+        try:
+            if self.plan is not None and self._why_end() is None:
+                self.queue += [self.space.label(p) for p in self.plan(self)]
+            while (why := self._why_end()) is None:
+                self._step()
+            self.ended_because = why
+        except BaseException as error:
+            self.ended_because = f"interrupted ({type(error).__name__})"
+            raise
+        finally:
+            with whole():
+                self._close_open(self.ended_because)
+                self._write()
+        self.limits.check_failures()
+        return list(self.records.values())
+
+    def _recovered(self, trial: FrozenTrial) -> tuple[Job, Answer] | None:
+        """What a killed command's job came to, where it had come to its end."""
+        asked = trial.user_attrs.get(JOB, {})
+        if self.recover is None or asked.get("fixed") != self.fixed or "folder" not in asked:
+            return None
+        job = Job(trial.number, trial.params, asked["overrides"], DictConfig({}), Path(asked["folder"]))
+        try:
+            job.config, _ = self.runner.compose(trial.number, job.overrides)
+            said = self.recover(job)
+        except Exception as error:
+            self.progress.say(f"trial {trial.number}: its result cannot be taken ({type(error).__name__}: {error})")
+            return None
+        return None if said is None else (job, read_returned(job, said, self.settings, self.read))
+
+    # --- one step -----------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """Fill a batch with candidates that need a run, run them, and tell what came out."""
+        batch: list[tuple[optuna.Trial, Job]] = []
+        twins: list[tuple[optuna.Trial, Job]] = []  # same point as one of the batch
+        room = self.limits.room(self.launched)
+        while len(batch) < room and not (self.sampler.exhaustive and self._unknown.keys() <= self._running):
+            trial = self._ask()
+            job = Job(trial.number, trial.params, self.space.overrides(trial.params), DictConfig({}))
+            identity = self.space.identity(job.point)
+            if identity in self._running:
+                twins.append((trial, job))
+            elif self._needs_run(trial, job):
+                batch.append((trial, job))
+                self._running.add(identity)
+            if self._why_end() is not None or len(twins) >= REPEATS_IN_A_ROW:
+                break
+        if batch:
+            self._launch(batch)
+        self._running.clear()
+        for trial, job in twins:
+            if not self._answer_from_memory(trial, job):
+                self._tell(trial, job, Answer(outcome=FAILED, reason="the same point failed beside it"), BY_MEMORY)
+
+    @whole()
+    def _ask(self) -> optuna.Trial:
+        """A new candidate: the next of the queue, of the walk, or the sampler's."""
+        point = self._next_point()
+        if point is not None:
+            self.study.enqueue_trial(point)
+        before = len(self.study.get_trials(deepcopy=False))
+        try:
+            trial = self.study.ask(self.space.distributions)
+            self._open[trial.number] = trial
+            self.space.suggest_rest(trial)
+        except BaseException as error:
+            # Optuna leaves the trial running when a suggestion raises.
+            for t in self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING])[-1:]:
+                if t.number >= before - 1 and t.number not in self._open:
+                    self._open[t.number] = optuna.Trial(self.study, t._trial_id)
+            if isinstance(error, Exception) and not isinstance(error, BadInput):
+                key, value = ("hydra.sweeper.sampler", self.sampler.name)
+                if self.space.extend is not None:
+                    key, value = "hydra.sweeper.custom_search_space", self.space.extend_name
+                raise BadInput(key, value, f"no candidate can be asked for ({error})", "correct it") from error
+            raise
+        return trial
+
+    def _next_point(self) -> Point | None:
+        while self.queue:
+            point = self.queue.pop(0)
+            # Only whole points can be looked up; the rest of a partial one is the sampler's choice.
+            if set(self.space.parameters) <= set(point) and self.space.identity(point) in self._known:
+                continue
+            return point
+        few_left = len(self._unknown) <= len(self._running) + 1
+        if self.sampler.exhaustive or few_left or self.limits.repeats_in_a_row >= REPEATS_IN_A_ROW:
+            return next((p for i, p in self._unknown.items() if i not in self._running), None)
+        return None
+
+    def _needs_run(self, trial: optuna.Trial, job: Job) -> bool:
+        """Whether a job must be launched: not where the memory or the preflight answers, or composing fails."""
+        known = self._known.get(self.space.identity(job.point))
+        if known is not None and (known.answered_by != BY_PREFLIGHT or self.preflight is None):
+            self._answer_from_memory(trial, job)
+            return False
+        asked = {"owner": owner(), "overrides": job.overrides, "fixed": self.fixed}
+        try:
+            job.config, job.folder = self.runner.compose(trial.number, job.overrides)
+        except Exception as error:
+            with whole():
+                trial.set_user_attr(JOB, asked)
+                self._tell(trial, job, read_exception(error), BY_PREFLIGHT)
+            return False
+        with whole():
+            trial.set_user_attr(JOB, asked | ({"folder": str(job.folder)} if job.folder is not None else {}))
+        job.estimate = self._judge(job)
+        twin = self.records.get(job.estimate.same_as) if job.estimate and job.estimate.same_as is not None else None
+        if twin is not None and twin.ended and twin.launched:
+            self._answer_from_memory(trial, job, twin)
+            return False
+        if job.estimate is None or job.estimate.run:
+            return True
+        if known is None:
+            self._tell(trial, job, job.estimate, BY_PREFLIGHT)
+        else:
+            self._answer_from_memory(trial, job)
+        return False
+
+    def _judge(self, job: Job) -> Answer | None:
+        """What the preflight says of a job; None where there is none, or where it fails."""
+        if self.preflight is None:
+            return None
+        try:
+            return read_preflight(self.preflight(job), self.settings.objectives)
+        except BadInput as error:
+            return Answer(outcome="invalid", reason=str(error), run=False, estimated=True)
+        except NoAnswer as error:
+            raise BadInput("hydra.sweeper.preflight", self.preflight, str(error), "correct what it returns") from error
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            self.progress.say(f"trial {job.number}: the preflight failed, so it is run ({why})")
+            return None
+
+    @whole()
+    def _answer_from_memory(self, trial: optuna.Trial, job: Job, twin: Record | None = None) -> bool:
+        known = twin if twin is not None else self._known.get(self.space.identity(job.point))
+        if known is None:
+            return False
+        answer = Answer(
+            outcome=known.outcome,
+            values=known.values or known.estimated_values,
+            constraints=known.constraints,
+            reason=known.reason,
+            mlflow_run_id=known.mlflow_run_id,
+            folder=known.folder,
+            estimated=known.values is None,
+        )
+        trial.set_user_attr("same_as", known.number if known.same_as is None else known.same_as)
+        self._tell(trial, job, answer, BY_MEMORY)
+        return True
+
+    def _launch(self, batch: list[tuple[optuna.Trial, Job]]) -> None:
+        returned = self.runner.launch([job for _, job in batch])
+        failed = 0
+        for (trial, job), (said, folder) in zip(batch, returned):
+            answer = read_returned(job, said, self.settings, self.read)
+            answer.folder = answer.folder or (str(folder) if folder is not None else None)
+            failed += answer.failed
+            self._tell(trial, job, answer, None)
+        self.limits.batch_failure_rate = failed / len(batch)
+        if any(isinstance(said, BaseException) for said, _ in returned):
+            # Exceptions keep their frames alive, and those whatever was large in them.
+            del returned, said
+            gc.collect()
+
+    @whole()
+    def _tell(self, trial: optuna.Trial, job: Job, answer: Answer, answered_by: str | None) -> None:
+        known = self.records.values()
+        told = what_to_tell(job, answer, answered_by, known, self.settings, self.sampler.name)
+        ended, stopped = tell(self.study, trial, told)
+        self._open.pop(trial.number, None)
+        r = record(ended)
+        self.limits.count(r)
+        self.limits.stopped_by_sampler |= stopped
+        self._remember(r, this_run=True)
+        self.progress.ended(r, list(self.records.values()))
+        if r.launched:
+            self._write()
+
+    def _remember(self, r: Record, *, this_run: bool = False) -> None:
+        self.records[r.number] = r
+        learn = getattr(self.preflight, "learn", None)
+        if learn is not None and r.ended:
+            learn(r)
+        # A failure of an earlier run may have been mended since, so such a point may be run again.
+        answers = r.state == "COMPLETE" or (r.state == "FAIL" and this_run)
+        if answers and r.fixed == self.fixed:
+            try:
+                identity = self.space.identity(r.params)
+            except (KeyError, ValueError):  # asked for by something else, with other keys or values
+                return
+            known = self._known.setdefault(identity, r)
+            if known.answered_by == BY_PREFLIGHT and r.launched:
+                self._known[identity] = r
+            self._unknown.pop(identity, None)
+
+    @property
+    def launched(self) -> int:
+        return sum(r.launched and r.ended for r in self.records.values())
+
+    def _why_end(self) -> str | None:
+        if self.points is not None and not self._unknown and not self._reconsider():
+            return f"the space is exhausted: all of its {len(self.points)} points are known"
+        return self.limits.why_end(self.launched)
+
+    def _reconsider(self) -> bool:
+        """Whether the preflight, having learned from what was measured, now lets a point run that it had refused."""
+        if not hasattr(self.preflight, "learn") or self._judged_after == self.launched:
+            return False
+        self._judged_after = self.launched
+        for identity, r in self._known.items():
+            if r.answered_by != BY_PREFLIGHT:
+                continue
+            job = Job(r.number, r.params, r.overrides, DictConfig({}))
+            try:
+                job.config, _ = self.runner.compose(r.number, r.overrides)
+            except Exception:
+                continue  # it could not be composed when it was asked, either
+            judged = self._judge(job)
+            if judged is not None and judged.run:
+                self._unknown[identity] = r.params
+        return bool(self._unknown)
+
+    def _close_open(self, reason: str) -> None:
+        for trial in list(self._open.values()):
+            trial.set_user_attr("reason", reason)
+            self._remember(record(self.study.tell(trial, state=TrialState.FAIL)))
+        self._open.clear()
+
+    @whole()
+    def _write(self) -> None:
+        if self.folder is not None:
+            said = summary(
+                self.study,
+                list(self.records.values()),
+                sampler=self.sampler.name,
+                ended_because=self.ended_because or "still running",
+            )
+            write_summary(self.folder, said)
+
+    def best(self) -> list[Record]:
+        """The feasible trials, best first; of several objectives, the Pareto front."""
+        return best_first(list(self.records.values()), self.settings.directions)
+
+    def _in_order(self) -> dict[tuple[str, ...], Point]:
+        """The points that are not known, in the order in which an exhaustive search takes them."""
+        points = list(self.points or ())
+        shuffled = any(p.shuffled for p in self.space.parameters.values())
+        if not self.sampler.ordered or shuffled:
+            random.Random(self.sampler.seed).shuffle(points)
+        return {self.space.identity(p): p for p in points}

@@ -1,0 +1,405 @@
+"""Which candidates to try first: estimated step times of the whole grid, from a few measured pieces.
+
+A step of n micro-batches is taken to last
+
+    n * (plain + recompute + hooks + moved bytes / bandwidth) + update
+
+plain: one micro-step without checkpointing or offload, measured at every micro-batch size that is predicted to fit;
+where it does not, one with full checkpointing or offload is measured, less what these add (where no size fits plainly:
+less the share of FLOPs that are computed again). recompute: what a kind of checkpointing adds, measured with all blocks
+at two sizes, scaled by the share of blocks that are recomputed. hooks and bandwidth: what offload adds with the bytes
+that it moves, fitted to measured micro-steps with few and with many bytes; bytes of a candidate are its prediction's.
+Sizes in between lie on a line.
+
+Nothing here is run that is predicted not to fit, and an estimate is evidence `predicted`: it orders candidates, and is
+never shown as a result.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sweep.config.schema import CheckpointConf, Config, Granularity, Placement, StrategyConf, plain, typed
+from sweep.interrupts import end_with_parent
+from sweep.results import from_dict, to_dict, write_json
+from sweep.search.forecast import Forecast, signature
+from sweep.strategy import accumulation_steps, applied, micro_batch_size
+from sweep.trial.measure import no_progress
+from sweep.trial.outcomes import one_line
+from sweep.trial.process import run_child
+from sweep.trial.trial import digest, limit_memory, torch_device
+from sweep.workload import Workload, build_outline, build_workload, find_blocks
+from sweep.workload.step import Phases, accumulate_gradients, split, update
+
+#: Each micro-step is repeated until it was timed this often, and for this long or this often at most.
+LEAST_REPEATS, LEAST_S, MOST_REPEATS = 3, 0.2, 20
+ANSWER = "probe.json"
+
+
+@dataclass
+class Probed:
+    """Milliseconds, the least of several. None where a micro-step went wrong."""
+
+    micro_step_ms: list[float | None] = field(default_factory=list)  # one per strategy, in order
+    update_ms: float = 0.0  # clipping, optimizer and scheduler, once per step
+    errors: list[str] = field(default_factory=list)
+    seconds: float = 0.0  # what probing took
+
+
+def probe(config: Config, strategies: list[StrategyConf], folder: Path) -> Probed:
+    """Time one micro-step of each strategy, on CUDA in a process of its own. `strategies` name their micro-batch size.
+
+    folder: where a process of its own gets its request and leaves its answer.
+    """
+    if config.device.type == "cuda":
+        return probe_isolated(config, strategies, folder)
+    return probe_here(config, strategies)
+
+
+def probe_isolated(config: Config, strategies: list[StrategyConf], folder: Path) -> Probed:
+    """In a process of its own. Raises RuntimeError where that gave no answer."""
+    request, own = {"config": plain(config), "strategies": [plain(s) for s in strategies]}, folder / "probe"
+    failed = run_child(request, own, ANSWER, config.measure.timeout_s, no_progress, "sweep.search.plan")
+    if failed is not None:
+        raise RuntimeError(f"{failed[1]}, see {own / 'stderr.log'}")
+    return from_dict(Probed, json.loads((own / ANSWER).read_text(encoding="utf-8")))
+
+
+def probe_here(config: Config, strategies: list[StrategyConf]) -> Probed:
+    """The same in this process."""
+    started = time.perf_counter()
+    device = torch_device(config.device)
+    if device.type == "cuda":
+        limit_memory(config, device)
+    workload, probed = build_workload(config.workload, device), Probed()
+    for strategy in strategies:
+        try:
+            probed.micro_step_ms.append(_micro_step_ms(workload, strategy))
+        except Exception as error:  # a candidate of this kind will say so itself, should it be run
+            probed.micro_step_ms.append(None)
+            probed.errors.append(one_line(error))
+    if any(t is not None for t in probed.micro_step_ms):
+        update(workload)  # creates the optimizer's state
+        probed.update_ms = _timed(lambda: update(workload), device)
+    workload.optimizer.zero_grad(set_to_none=True)
+    probed.seconds = time.perf_counter() - started
+    return probed
+
+
+def _micro_step_ms(workload: Workload, strategy: StrategyConf) -> float:
+    phases, size = Phases(), strategy.micro_batch_size
+    with applied(
+        strategy,
+        workload.model,
+        workload.blocks,
+        workload.conf.global_batch_size,
+        phases,
+        workload.device,
+        workload.loss_state,
+    ) as force:
+        parts = [next(iter(split(workload.train_batch(0), size)))]
+        targets = workload.loss.count(parts[0])
+
+        def micro_step() -> None:
+            accumulate_gradients(workload, parts, targets, phases, force.around_forward)
+
+        workload.optimizer.zero_grad(set_to_none=True)
+        micro_step()  # warm-up; from the second one on there are gradients to add to, as in a real window
+        return _timed(micro_step, workload.device)
+
+
+def _timed(run: Callable[[], object], device: torch.device) -> float:
+    times: list[float] = []
+    while len(times) < LEAST_REPEATS or (sum(times) < LEAST_S * 1000 and len(times) < MOST_REPEATS):
+        _wait(device)
+        begun = time.perf_counter()
+        run()
+        _wait(device)
+        times.append((time.perf_counter() - begun) * 1000)
+    return min(times)  # whatever disturbs a micro-step makes it longer
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main(folder: Path) -> int:
+    end_with_parent()
+    request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
+    config = typed(request["config"])
+    strategies = [typed({**request["config"], "strategy": s}).strategy for s in request["strategies"]]
+    write_json(to_dict(probe_here(config, strategies)), folder / ANSWER)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(Path(sys.argv[1])))
+
+
+@dataclass
+class Candidate:
+    """One point of the grid: the sampler's words for it, and its strategy."""
+
+    point: Any
+    strategy: StrategyConf
+
+
+@dataclass
+class Line:
+    """Milliseconds over samples per micro-batch: measured points, a line through the two nearest elsewhere."""
+
+    points: dict[int, float] = field(default_factory=dict)
+
+    def at(self, samples: int) -> float:
+        known = sorted(self.points)
+        if not known:
+            return 0.0
+        if samples in self.points:
+            return self.points[samples]
+        if len(known) == 1:
+            return self.points[known[0]] * samples / known[0]
+        a, b = sorted(sorted(known, key=lambda k: abs(k - samples))[:2])
+        slope = (self.points[b] - self.points[a]) / (b - a)
+        return max(0.0, self.points[a] + slope * (samples - a))
+
+
+@dataclass
+class Pieces:
+    """The measured pieces of a step."""
+
+    plain: Line = field(default_factory=Line)
+    recompute: dict[str, Line] = field(default_factory=dict)  # kind of checkpointing -> what it adds with all blocks
+    hooks_ms: float = 0.0  # per micro-step under offload
+    ms_per_mib: float = 0.0  # moved, to the host and back counted each
+    update_ms: float = 0.0
+    blocks: int = 0
+    seconds: float = 0.0  # what measuring them took
+
+    def step_ms(self, strategy: StrategyConf, global_batch_size: int, moved_mib: float) -> float:
+        """moved_mib: to the host and back in one step."""
+        micro, steps = micro_batch_size(strategy, global_batch_size), accumulation_steps(strategy, global_batch_size)
+        each = self.plain.at(micro) + self.recompute_ms(strategy.checkpoint, micro)
+        if strategy.offload.placement is not Placement.none:
+            each += self.hooks_ms
+        return steps * each + moved_mib * self.ms_per_mib + self.update_ms
+
+    def recompute_ms(self, conf: CheckpointConf, micro: int) -> float:
+        if conf.granularity is Granularity.none:
+            return 0.0
+        line = self.recompute.get(kind(conf), self.recompute.get("blocks", Line()))
+        chosen = len(range(0, self.blocks, conf.every_k)) / max(self.blocks, 1)
+        return line.at(micro) * (1.0 if conf.granularity is Granularity.segments else chosen)
+
+
+def kind(conf: CheckpointConf) -> str:
+    """Candidates of one kind recompute the same in each block that they recompute."""
+    return f"parts {'+'.join(conf.parts)}" if conf.granularity is Granularity.parts else conf.granularity.name
+
+
+def measure_pieces(config: Config, candidates: list[Candidate], forecast: Forecast, folder: Path) -> Pieces:
+    """Time the pieces on the device. Only what is predicted to fit is run."""
+    whole = config.workload.global_batch_size
+    sizes = sorted({micro_batch_size(c.strategy, whole) for c in candidates} | {whole})
+    fits = _fits(config, forecast)
+    bare = StrategyConf(name="plain")
+    plain_sizes = [n for n in sizes if fits(replace(bare, micro_batch_size=n))]
+    kinds = {
+        kind(c.strategy.checkpoint): replace(c.strategy.checkpoint, every_k=1)
+        for c in candidates
+        if c.strategy.checkpoint.granularity is not Granularity.none
+    }
+    offloads = {
+        c.strategy.offload.placement: replace(c.strategy.offload, min_tensor_kib=0.0)
+        for c in candidates
+        if c.strategy.offload.placement in (Placement.inputs, Placement.all)
+    }
+    two = _ends(plain_sizes) or sizes
+    # Sizes that do not fit plainly are measured with what saves most.
+    saving = [replace(bare, checkpoint=c) for name, c in kinds.items() if name == "blocks"]
+    saving += [replace(bare, offload=o) for placement, o in offloads.items() if placement is Placement.all]
+    wanted = [replace(bare, micro_batch_size=n) for n in plain_sizes]
+    wanted += [replace(bare, micro_batch_size=n, checkpoint=c) for c in kinds.values() for n in two]
+    wanted += [replace(bare, micro_batch_size=n, offload=o) for o in offloads.values() for n in two]
+    wanted += [replace(s, micro_batch_size=n) for n in sizes if n not in {*plain_sizes, *two} for s in saving]
+    wanted = [s for s in wanted if fits(s)]
+    probed = probe(config, wanted, folder)
+    times = [(s, t) for s, t in zip(wanted, probed.micro_step_ms) if t is not None]
+    pieces = Pieces(update_ms=probed.update_ms, seconds=probed.seconds)
+    pieces.blocks = len(find_blocks(build_outline(config.workload), config.workload.blocks))
+
+    def moved_mib(s: StrategyConf) -> float:
+        p = forecast.predicted(replace(config, strategy=s))
+        return (p.to_host_mib + p.from_host_mib) / accumulation_steps(s, whole)
+
+    def recomputed(s: StrategyConf) -> float:
+        return forecast.predicted(replace(config, strategy=s)).recompute_flops_ratio
+
+    fill(pieces, times, moved_mib, recomputed)
+    return pieces
+
+
+def _ends(sizes: list[int]) -> list[int]:
+    """The largest size, and one that is much smaller but not the smallest: its time is mostly overhead."""
+    if len(sizes) < 2:
+        return sizes
+    return sorted({sizes[len(sizes) // 2 - 1 if len(sizes) > 2 else 0], sizes[-1]})
+
+
+def fill(
+    pieces: Pieces,
+    times: list[tuple[StrategyConf, float]],
+    moved_mib: Callable[[StrategyConf], float],
+    recomputed: Callable[[StrategyConf], float] = lambda strategy: 0.0,
+) -> None:
+    """Take measured micro-steps apart.
+
+    moved_mib: what a strategy moves in a micro-step, both ways. recomputed: its FLOPs computed again, as a share.
+    """
+
+    def size(s: StrategyConf) -> int:
+        return s.micro_batch_size or 0
+
+    def bare(s: StrategyConf) -> bool:
+        return s.checkpoint.granularity is Granularity.none and s.offload.placement is Placement.none
+
+    measured = {size(s): t for s, t in times if bare(s)} or _without_recomputation(times, recomputed)
+    pieces.plain.points.update(measured)
+    moved: list[tuple[float, float]] = []  # MiB, ms that they add
+    for s, t in times:
+        if bare(s) or size(s) not in measured:
+            continue
+        added = max(0.0, t - measured[size(s)])
+        if s.offload.placement is not Placement.none:
+            moved.append((moved_mib(s), added))
+        else:
+            pieces.recompute.setdefault(kind(s.checkpoint), Line()).points[size(s)] = added
+    if moved:
+        pieces.hooks_ms, pieces.ms_per_mib = _straight(moved)
+    rest: dict[int, list[float]] = {}
+    for s, t in times:
+        if size(s) not in measured:
+            added = pieces.recompute_ms(s.checkpoint, size(s))
+            if s.offload.placement is not Placement.none:
+                added += pieces.hooks_ms + moved_mib(s) * pieces.ms_per_mib
+            rest.setdefault(size(s), []).append(max(0.0, t - added))
+    pieces.plain.points.update({n: statistics.mean(found) for n, found in rest.items()})
+
+
+def _without_recomputation(
+    times: list[tuple[StrategyConf, float]], recomputed: Callable[[StrategyConf], float]
+) -> dict[int, float]:
+    """Plain times where no size fits plainly: recomputing ones, less their share of FLOPs for that.
+
+    Of several kinds the least counts, since what checkpointing costs beside its FLOPs only adds to a time.
+    """
+    found: dict[int, list[float]] = {}
+    for s, t in times:
+        if s.offload.placement is Placement.none:
+            found.setdefault(s.micro_batch_size or 0, []).append(t / (1 + recomputed(s)))
+    return {size: min(each) for size, each in found.items()}
+
+
+def _straight(points: list[tuple[float, float]]) -> tuple[float, float]:
+    """Least squares of ms = a + b * MiB with neither below zero."""
+    x, y = np.array([p[0] for p in points]), np.array([max(p[1], 0.0) for p in points])
+    if len(points) < 2 or np.ptp(x) == 0:
+        return 0.0, float(y.sum() / x.sum()) if x.sum() > 0 else 0.0
+    slope, start = np.polyfit(x, y, 1)
+    if slope < 0:
+        return float(y.mean()), 0.0
+    if start < 0:
+        return 0.0, float((x * y).sum() / (x * x).sum())
+    return float(start), float(slope)
+
+
+def _fits(config: Config, forecast: Forecast) -> Callable[[StrategyConf], bool]:
+    def fits(strategy: StrategyConf) -> bool:
+        try:
+            return forecast.judge(replace(config, strategy=strategy)).fits
+        except Exception:  # not predictable, moves nothing, or does not fit the model: the plan leaves it alone
+            return False
+
+    return fits
+
+
+@dataclass
+class Ranked:
+    """A candidate that is predicted to fit, with its estimate."""
+
+    candidate: Candidate
+    samples_per_s: float
+
+
+def rank(
+    config: Config, candidates: Iterable[Candidate], pieces: Pieces, forecast: Forecast, wanted: int
+) -> tuple[list[Ranked], int]:
+    """The `wanted` candidates with the best estimates among those predicted to fit, best first, each computation once.
+
+    Also returns how many were predicted. Bytes that offload moves are known from the prediction only, so candidates are
+    predicted in the order of their estimate without them, until no other can be among the best.
+    """
+    whole = config.workload.global_batch_size
+    order = sorted(
+        ((whole / pieces.step_ms(c.strategy, whole, 0.0) * 1000, c) for c in candidates), key=lambda pair: -pair[0]
+    )
+    best: list[tuple[float, int, Candidate]] = []  # heap, the slowest on top
+    seen: set[str] = set()
+    too_large: dict[str, int] = {}  # strategy without its micro-batch -> smallest size that does not fit
+    predicted = 0
+    for position, (at_most, candidate) in enumerate(order):
+        if len(best) == wanted and at_most <= best[0][0]:
+            break
+        own = replace(config, strategy=candidate.strategy)
+        micro = micro_batch_size(candidate.strategy, whole)
+        rest = digest(plain(replace(candidate.strategy, micro_batch_size=None)))
+        if micro >= too_large.get(rest, whole + 1):
+            continue
+        predicted += 1
+        try:
+            judgement = forecast.judge(own)
+        except Exception:
+            continue
+        if not judgement.fits:
+            too_large[rest] = micro
+            continue
+        same = signature(judgement, own)
+        if same in seen:
+            continue
+        seen.add(same)
+        moved = judgement.prediction.to_host_mib + judgement.prediction.from_host_mib
+        speed = whole / pieces.step_ms(candidate.strategy, whole, moved) * 1000
+        heapq.heappush(best, (speed, -position, candidate))
+        if len(best) > wanted:
+            heapq.heappop(best)
+    ranked = sorted(best, key=lambda entry: (-entry[0], -entry[1]))
+    return [Ranked(candidate, speed) for speed, _, candidate in ranked], predicted
+
+
+@dataclass
+class Plan:
+    """What to try first, and how long planning took."""
+
+    ranked: list[Ranked]
+    pieces: Pieces
+    predicted: int
+    seconds: float
+
+
+def make_plan(config: Config, candidates: list[Candidate], forecast: Forecast, wanted: int, folder: Path) -> Plan:
+    """Measure the pieces and rank the grid. `config.device` is resolved. Raises what the workload raises."""
+    started = time.perf_counter()
+    pieces = measure_pieces(config, candidates, forecast, folder)
+    ranked, predicted = rank(config, candidates, pieces, forecast, wanted) if pieces.plain.points else ([], 0)
+    return Plan(ranked, pieces, predicted, time.perf_counter() - started)

@@ -1,0 +1,385 @@
+"""What the search asks of this project: is a candidate worth a run, what to try first, and what a trial came to.
+
+Named in conf/hydra/sweeper/budget.yaml. All three live in the process of the command, beside its session.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from sweep import interrupts
+from sweep.config.device import resolve_device
+from sweep.config.schema import (
+    CheckpointConf,
+    Config,
+    Granularity,
+    OffloadConf,
+    Placement,
+    SearchSpaceConf,
+    StrategyConf,
+    typed,
+)
+from sweep.config.strategy_names import name_of, strategy_at
+from sweep.decide.verdict import Facts, deciding_peak_mib, memory_cap
+from sweep.errors import BadInput, CannotPredict, NoEffect, NothingOffloaded, NothingRecomputed
+from sweep.format import number
+from sweep.results import Outcome, TrialResult, read_trials
+from sweep.search.candidate import Answer
+from sweep.search.forecast import Forecast, Judgement, signature
+from sweep.search.plan import Candidate, Pieces, Plan, make_plan
+from sweep.session import Session
+from sweep.strategy import check_blocks
+from sweep.trial.trial import digest, fixed_id, is_baseline, strategy_id
+from sweep.workload import build_outline, find_blocks
+
+MICRO, GRANULARITY = "strategy.micro_batch_size", "strategy.checkpoint.granularity"
+EVERY_K, PARTS = "strategy.checkpoint.every_k", "strategy.checkpoint.parts"
+PLACEMENT, FIRST = "strategy.offload.placement", "strategy.offload.blocks"
+MIN_KIB = "strategy.offload.min_tensor_kib"
+
+#: A part of a block is worth recomputing by itself from this share of the block's parameters on.
+SHARE_OF_A_PART = 0.1
+
+
+@dataclass
+class Choices:
+    """The values of each key for one workload."""
+
+    micro_batch_sizes: list[int]  # samples, the whole global batch first
+    every_k: list[int] = field(default_factory=list)
+    selective: bool = False
+    parts: list[str] = field(default_factory=list)
+    placements: list[str] = field(default_factory=lambda: ["none"])
+    first_blocks: list[int] = field(default_factory=list)
+    min_tensor_kib: list[float] = field(default_factory=list)
+
+    @property
+    def granularities(self) -> list[str]:
+        kinds = {"blocks": bool(self.every_k), "selective": self.selective, "parts": bool(self.parts)}
+        return ["none", *(kind for kind, there in kinds.items() if there)]
+
+
+def choices(config: Config) -> Choices:
+    """What the model and the batch allow of `config.search.space`."""
+    w, s = config.workload, config.search.space
+    sizes = s.micro_batch_sizes or [n for n in range(1, w.global_batch_size + 1) if w.global_batch_size % n == 0]
+    found = Choices(sorted(set(sizes), reverse=True))
+    blocks = find_blocks(build_outline(w), w.blocks)
+    if not blocks:
+        for key, asked in (("first_blocks", s.first_blocks), ("parts", s.parts)):
+            if asked:
+                todo = "name them with workload.blocks, or leave it out"
+                raise BadInput(f"search.space.{key}", asked, "the model has no repeated blocks", todo)
+        return found
+    found.every_k = sorted({k for k in s.every_k if k <= len(blocks)}, reverse=True)
+    found.selective = s.selective
+    for part in s.parts or ():
+        try:
+            check_blocks(StrategyConf("", checkpoint=CheckpointConf(Granularity.parts, parts=[part])), blocks)
+        except BadInput as error:
+            raise BadInput("search.space.parts", part, error.wrong, error.todo) from error
+    found.parts = s.parts if s.parts is not None else _parts_worth_it(blocks[0].module)
+    _add_offload(found, s, config.strategy.offload, len(blocks))
+    return found
+
+
+def _parts_worth_it(block: Any) -> list[str]:
+    whole = sum(p.numel() for p in block.parameters())
+    sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in block.named_children()}
+    worth = [name for name, size in sizes.items() if size >= SHARE_OF_A_PART * whole]
+    return worth if len(worth) > 1 else []  # a part that is the whole block is no other strategy
+
+
+def _add_offload(found: Choices, s: SearchSpaceConf, offload: OffloadConf, blocks: int) -> None:
+    movable = blocks - offload.keep_last
+    for n in s.first_blocks or ():
+        if n > movable:
+            wrong = f"the model has {blocks} blocks, of which {max(movable, 0)} may be offloaded"
+            todo = f"give 1 to {movable}, or lower strategy.offload.keep_last" if movable > 0 else "leave it out"
+            raise BadInput("search.space.first_blocks", n, wrong, todo)
+    if movable < 1:
+        return
+    wanted = s.first_blocks or [round(blocks * share) for share in (0.25, 0.5, 0.75)]
+    found.first_blocks = sorted({n for n in wanted if 0 < n <= movable})
+    found.placements = [p.name for p in s.placements if p is not Placement.blocks or found.first_blocks]
+    found.min_tensor_kib = sorted(set(s.min_tensor_kib)) or [offload.min_tensor_kib]
+
+
+_choices: dict[str, Choices] = {}
+
+
+def suggest(config: DictConfig, trial: Any) -> None:
+    """Ask an Optuna trial for one strategy."""
+    key = digest(OmegaConf.to_container(config, resolve=False))
+    if key not in _choices:
+        _choices[key] = choices(typed(config, whole=False))
+    c = _choices[key]
+    trial.suggest_categorical(MICRO, c.micro_batch_sizes)
+    granularity = trial.suggest_categorical(GRANULARITY, c.granularities)
+    if granularity == "blocks":
+        trial.suggest_categorical(EVERY_K, c.every_k)
+    if granularity == "parts":
+        trial.suggest_categorical(PARTS, [f"[{part}]" for part in c.parts])
+    placement = trial.suggest_categorical(PLACEMENT, c.placements)
+    if placement == "blocks":
+        trial.suggest_categorical(FIRST, [f"first:{n}" for n in c.first_blocks])
+    if placement != "none":
+        trial.suggest_categorical(MIN_KIB, c.min_tensor_kib)
+
+
+#: Violation of a limit by a trial that died before a number was known.
+UNKNOWN_BY = 1.0
+#: What a trial is searched by: numbers of `read`, and of `limits`.
+OBJECTIVES, CONSTRAINTS = ("samples_per_s", "peak_mib"), ("memory", "eval_loss", "throughput", "valid")
+#: User attribute of a study: the points of its plan, so that a search that is gone on with is not planned again.
+PLAN = "plan"
+
+
+class Preflight:
+    """Asked with every candidate before it is run; learns from every trial that has ended."""
+
+    def __init__(self, enabled: bool = True, margin: float = 0.02) -> None:
+        self.enabled = enabled
+        self.forecast = Forecast(margin)
+        self.pieces: Pieces | None = None  # of the plan, for estimates
+        self._trial_of: dict[str, int] = {}  # computation -> the trial that measured it
+        self._refused: set[str] = set()  # recorded already
+        self._not_predictable = False
+
+    def __call__(self, job: Any) -> dict[str, Any] | None:
+        """Let it run, refuse it with its violation, or name the trial that was the same computation."""
+        if not self.enabled:
+            return None
+        try:
+            config = self._config(job.config)
+            judgement = self.forecast.judge(config)
+        except (BadInput, NoEffect) as error:  # a strategy that means nothing, or does not fit the model
+            return {"run": False, "outcome": Outcome.invalid.value, "constraints": {"valid": 1.0}, "reason": str(error)}
+        except CannotPredict as error:
+            if not self._not_predictable:
+                self.forecast.say(f"candidates are run without a prediction: {error}")
+            self._not_predictable = True
+            return None
+        self._baseline(config)
+        same = signature(judgement, config)
+        p = judgement.prediction
+        said: dict[str, Any] = {
+            "constraints": {"memory": judgement.over},
+            "values": {"peak_mib": judgement.allocated_mib, "samples_per_s": self._samples_per_s(config, judgement)},
+            "info": {"predicted_mib": p.allocated_mib, "over": judgement.over, "computation": same},
+            "reason": judgement.reason,
+            "same_as": self._trial_of.get(same),
+        }
+        if not judgement.fits and said["same_as"] is None:
+            said |= self._record(job.config, job.folder, job.overrides, judgement, same)
+        return said
+
+    def learn(self, record: Any) -> None:
+        """`record` is a trial of the study that has ended, of this command or an earlier one."""
+        info = record.info
+        if record.same_as is not None or "computation" not in info:
+            return
+        if not record.launched:
+            if record.folder:
+                self._refused.add(info["computation"])
+            return
+        if record.state == "COMPLETE":
+            self._trial_of.setdefault(info["computation"], record.number)
+        if info.get("measured_mib"):
+            self.forecast.learn(record.number, info["predicted_mib"], info["measured_mib"])
+        elif record.outcome == Outcome.oom_device.value:
+            self.forecast.learn_out_of_memory(record.number, info["over"])
+
+    def _config(self, node: DictConfig) -> Config:
+        config = typed(node)
+        config.device = resolve_device(config.device)
+        return config
+
+    def _samples_per_s(self, config: Config, judgement: Judgement) -> float:
+        """Estimated; 0 without pieces to estimate from. Only samplers see it, and only for what is not run."""
+        if self.pieces is None:
+            return 0.0
+        moved = judgement.prediction.to_host_mib + judgement.prediction.from_host_mib
+        whole = config.workload.global_batch_size
+        step_ms = self.pieces.step_ms(config.strategy, whole, moved)
+        # Where nothing that fits could be timed there is nothing to estimate from.
+        return whole / step_ms * 1000 if step_ms > 0 and math.isfinite(step_ms) else 0.0
+
+    def _record(
+        self, node: DictConfig, folder: Path | None, overrides: list[str], judgement: Judgement, same: str
+    ) -> dict[str, Any]:
+        """Leave a result.json and an MLflow run of a refused candidate, once."""
+        if folder is None or same in self._refused or Session.current is None:
+            return {}
+        self._refused.add(same)
+        others = (folder.with_name(f"{folder.name}-{i}") for i in itertools.count(2))
+        folder = next(f for f in itertools.chain([folder], others) if not f.exists())
+        result = Session.current.refuse(typed(node), folder, overrides, judgement.prediction, judgement.reason)
+        return {"mlflow_run_id": result.mlflow_run_id, "folder": str(folder)}
+
+    def _baseline(self, config: Config) -> None:
+        """A trial runs its baseline first where there is none yet. Where that cannot fit, it is recorded as refused."""
+        session = Session.current
+        if session is None or not config.compare or session.baseline_of(config) is not None:
+            return
+        baseline = replace(config, strategy=StrategyConf(name="baseline"))
+        if is_baseline(config.strategy, config.workload.global_batch_size):
+            return
+        judgement = self.forecast.judge(baseline)
+        if not judgement.fits:
+            session.refuse_baseline(config, judgement.prediction, judgement.reason)
+
+
+def read(job: Any, result: TrialResult) -> dict[str, Any]:
+    """What a trial came to: objectives by name, and by what share it is beyond each limit."""
+    config = typed(result.config)
+    session = Session.current
+    baseline = None if result.is_baseline or session is None else session.baseline_of(config)
+    m, estimate = result.measurement, job.estimate
+    over = estimate.constraints.get("memory") if estimate is not None else None
+    info = dict(estimate.info) if estimate is not None else {}
+    if m is not None and result.outcome == Outcome.ok.value:
+        info["measured_mib"] = m.peak_allocated_mib
+        values = {"peak_mib": m.peak_allocated_mib, "samples_per_s": m.samples_per_s}
+    else:
+        values = None
+    return {
+        "values": values,
+        "constraints": limits(result, baseline, config, over),
+        "outcome": result.outcome,
+        "reason": result.error,
+        "mlflow_run_id": result.mlflow_run_id,
+        "folder": result.folder,
+        "info": info,
+    }
+
+
+def recover(job: Any) -> TrialResult | None:
+    """The whole result of a trial whose command was killed before the search was told; None where there is none."""
+    config = typed(job.config)
+    config.device = resolve_device(config.device)
+    wanted = (fixed_id(config), strategy_id(config))
+    for folder in (job.folder, *sorted(job.folder.parent.glob(f"{job.folder.name}-*"))):
+        for _, result in read_trials(folder):
+            if (result.fixed_id, result.strategy_id) != wanted or result.outcome == Outcome.over_budget.value:
+                continue
+            if result.prediction is not None:
+                judgement = Forecast().judged(result.prediction, config)
+                info: dict[str, Any] = {"predicted_mib": result.prediction.allocated_mib, "over": judgement.over}
+                info |= {"computation": signature(judgement, config)}
+                job.estimate = Answer(constraints={"memory": judgement.over}, info=info, estimated=True)
+            return result
+    return None
+
+
+def limits(
+    result: TrialResult, baseline: TrialResult | None, config: Config, predicted_over: float | None = None
+) -> dict[str, float]:
+    """By what share a trial is beyond each limit; 0 or below: within. NaN where a peak that is capped is not known."""
+    found = dict.fromkeys(CONSTRAINTS, 0.0)
+    if result.outcome in (Outcome.oom_device.value, Outcome.oom_host.value):
+        # How far beyond it would have gone is not known; a prediction that knew better says more.
+        found["memory"] = max(predicted_over or 0.0, 0.01) if predicted_over is not None else UNKNOWN_BY
+        return found
+    invalid = result.outcome in (Outcome.invalid.value, Outcome.nan.value)
+    if invalid or result.reason in (NothingOffloaded.reason, NothingRecomputed.reason):
+        return found | {"valid": UNKNOWN_BY}
+    if result.outcome == Outcome.timeout.value:
+        return found | {"throughput": UNKNOWN_BY}
+    facts, budget = Facts.of(result, baseline), config.budget
+    if facts.own is None:
+        return found
+    cap, _ = memory_cap(budget, result.capacity_mib)
+    if cap is not None:
+        peak = deciding_peak_mib(result)
+        found["memory"] = math.nan if peak is None else peak / cap - 1
+    gates = [
+        (facts.own.eval_loss, budget.max_eval_loss),
+        (facts.eval_loss_ratio, budget.max_eval_loss_ratio if facts.has_reference else None),
+    ]
+    floors = [
+        (facts.own.samples_per_s, budget.min_samples_per_s),
+        (facts.throughput_ratio, budget.min_throughput_ratio if facts.has_reference else None),
+    ]
+    found["eval_loss"] = max((_beyond(v, most) for v, most in gates if most is not None), default=0.0)
+    found["throughput"] = max((_beyond(least, v) for v, least in floors if least is not None), default=0.0)
+    return found
+
+
+def _beyond(value: float | None, most: float | None) -> float:
+    """value over `most`, less one; a number that is asked for and not known counts as beyond."""
+    if value is None or most is None:
+        return UNKNOWN_BY
+    return value / most - 1 if most > 0 else UNKNOWN_BY if value > 0 else 0.0
+
+
+def plan(search: Any) -> list[dict[str, Any]]:
+    """The points to try first: the baseline, then those with the best estimates. Made once per study."""
+    with interrupts.whole():
+        kept = search.study.user_attrs.get(PLAN)
+    if kept is not None:
+        return list(kept)
+    config = typed(search.space.config, whole=False)
+    config.device = resolve_device(config.device)
+    candidates = _candidates(search, config)
+    whole = config.workload.global_batch_size
+    first = [c.point for c in candidates if is_baseline(c.strategy, whole)][:1]
+    points = list(first)
+    if config.search.plan_points and len(candidates) > 1 and search.folder is not None:
+        points += _planned(search, config, candidates, first)
+    with interrupts.whole():
+        search.study.set_user_attr(PLAN, points)
+    return points
+
+
+def _planned(search: Any, config: Config, candidates: list[Candidate], first: list[Any]) -> list[Any]:
+    say: Callable[[str], None] = search.progress.say
+    preflight = search.preflight if isinstance(search.preflight, Preflight) else Preflight()
+    others = [c for c in candidates if c.point not in first]
+    say(f"planning: timing single micro-steps, then estimating {len(others)} candidates")
+    try:
+        made = make_plan(config, others, preflight.forecast, config.search.plan_points, search.folder)
+    except BadInput:
+        raise
+    except Exception as error:  # a search without a plan is still a search
+        say(f"no plan could be made ({type(error).__name__}: {error}); the sampler begins by itself")
+        return []
+    preflight.pieces = made.pieces
+    _say_plan(made, config, say)
+    return [r.candidate.point for r in made.ranked]
+
+
+def _say_plan(made: Plan, config: Config, say: Callable[[str], None]) -> None:
+    whole = config.workload.global_batch_size
+    say(
+        f"plan after {made.seconds:.1f} s ({made.pieces.seconds:.1f} s of timed micro-steps, {made.predicted} "
+        "predictions); estimates, to be measured:"
+    )
+    for r in made.ranked:
+        say(f"  {name_of(r.candidate.strategy, whole)}: about {number(r.samples_per_s)} samples/s [predicted]")
+    if not made.ranked:
+        nothing = "no candidate is predicted to fit" if made.pieces.plain.points else "nothing that fits could be timed"
+        say(f"  {nothing}; the sampler begins by itself")
+
+
+def _candidates(search: Any, config: Config) -> list[Candidate]:
+    """Every point of a finite space that sets keys of the strategy alone; none of any other space."""
+    found = []
+    for point in search.points or ():
+        words = search.space.overrides(point)
+        fixed = set(search.space.fixed)
+        strategy = strategy_at(config, [w for w in words if w not in fixed])
+        if strategy is None:
+            return []
+        found.append(Candidate(point, strategy))
+    return found
+
+
+__all__ = ["Preflight", "limits", "plan", "read", "recover"]

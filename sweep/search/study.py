@@ -1,0 +1,481 @@
+"""What a study knows, as plain data: its trials, the best ones, and `optimization_results.yaml`."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import inspect
+import itertools
+import json
+import math
+import os
+import socket
+import sqlite3
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import optuna
+import psutil
+import yaml
+from filelock import FileLock
+from omegaconf import DictConfig, OmegaConf
+from optuna.samplers import BaseSampler, RandomSampler
+from optuna.storages import BaseStorage, InMemoryStorage, RDBStorage
+from optuna.trial import FrozenTrial, TrialState
+
+from sweep.config.addresses import masked, reveal, revealed, without_secrets
+from sweep.errors import BadInput
+from sweep.interrupts import whole
+from sweep.search.candidate import FAILED, OK, violation
+from sweep.search.space import Space
+
+SAMPLER_KEY = "hydra.sweeper.sampler"
+#: Exhaustive samplers, and whether they take the points in order. Walking the points ourselves serves enqueued points,
+#: conditional keys, resuming and an end once all are known, none of which Optuna's own two serve together.
+_WALKS = {"GridSampler": True, "BruteForceSampler": False}
+#: Samplers that need a package beside Optuna's own.
+_NEEDS = {"CmaEsSampler": "cmaes", "GPSampler": "torch"}
+_SINGLE_OBJECTIVE = ("CmaEsSampler",)
+
+
+class Sampler:
+    """The sampler of a study, or a walk (`exhaustive`), then with `ordered` saying in which order."""
+
+    def __init__(self, conf: Mapping[str, Any], seed: int | None, known_trials: int, objectives: int) -> None:
+        """`seed` varies with the number of trials already known, so that a resumed search does not repeat itself."""
+        target = str(conf.get("_target_") or "")
+        name = target.rpartition(".")[2]
+        if not target:
+            raise BadInput(f"{SAMPLER_KEY}._target_", None, "is missing", "give the import path of an Optuna sampler")
+        self.name = name
+        given = conf.get("seed")
+        self.seed = seed if given is None else int(given)
+        self.exhaustive = name in _WALKS
+        self.ordered = _WALKS.get(name, False)
+        if self.exhaustive:
+            self.optuna: BaseSampler = RandomSampler(seed=self.seed)
+            return
+        if name in _SINGLE_OBJECTIVE and objectives > 1:
+            raise BadInput(
+                f"{SAMPLER_KEY}._target_", target, f"cannot serve {objectives} objectives", "use tpe, nsgaii or gp"
+            )
+        needed = _NEEDS.get(name)
+        if needed is not None and importlib.util.find_spec(needed) is None:
+            raise BadInput(f"{SAMPLER_KEY}._target_", target, f"needs the package {needed}", f"pip install {needed}")
+        self.optuna = _build(conf, target, None if self.seed is None else self.seed + known_trials)
+
+
+def _build(conf: Mapping[str, Any], target: str, seed: int | None) -> BaseSampler:
+    from hydra.utils import get_class, instantiate
+
+    try:
+        cls = get_class(target)
+    except Exception as error:
+        raise BadInput(
+            f"{SAMPLER_KEY}._target_", target, "cannot be imported", "give an Optuna sampler's path"
+        ) from error
+    takes = inspect.signature(cls).parameters
+    # null means the sampler's own default, so that one config serves every version of Optuna.
+    arguments = {k: v for k, v in conf.items() if v is not None and k != "seed" and not str(k).startswith("_")}
+    for key in arguments:
+        if key not in takes and not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+            known = ", ".join(takes)
+            raise BadInput(
+                f"{SAMPLER_KEY}.{key}", arguments[key], f"{cls.__name__} takes no such argument", f"use {known}"
+            )
+    if "seed" in takes:
+        arguments["seed"] = seed
+    try:
+        sampler = instantiate({**arguments, "_target_": target}, _convert_="all")
+    except Exception as error:
+        raise BadInput(SAMPLER_KEY, target, f"cannot be made ({error})", "correct its arguments") from error
+    if not isinstance(sampler, BaseSampler):
+        raise BadInput(
+            f"{SAMPLER_KEY}._target_", target, "is no Optuna sampler", "give one such as optuna.samplers.TPESampler"
+        )
+    return sampler
+
+
+KEY = "hydra.sweeper.storage"
+AUTO = "auto"
+#: Tables that only MLflow makes.
+_MLFLOW_TABLES = {"experiments", "runs", "latest_metrics"}
+#: How long a writer waits for another one.
+_BUSY_TIMEOUT_S = 60
+#: User attributes of a study: its search space, and a digest of what is fixed, key by key.
+SPACE, FIXED = "search_space", "fixed_digests"
+
+
+@whole()
+def open_storage(conf: Any, root: Path, working_folder: Path) -> BaseStorage:
+    """The storage of `hydra.sweeper.storage`: "auto" (root/mlruns/optuna.db), null (in memory), a URL or a `_target_`.
+
+    Raises BadInput for a database that is MLflow's, no database, not writable or of another Optuna version.
+    """
+    if conf is None:
+        return InMemoryStorage()
+    if isinstance(conf, DictConfig):
+        from hydra.utils import instantiate
+
+        return instantiate(revealed(OmegaConf.to_container(conf, resolve=True)), _convert_="all")
+    url = f"sqlite:///{root / 'mlruns' / 'optuna.db'}" if conf == AUTO else reveal(str(conf))
+    shown = masked(url)
+    if not url.startswith("sqlite:///") or ":memory:" in url:
+        try:
+            return optuna.storages.get_storage(url)
+        except Exception as error:  # whatever the database's driver raises
+            first = without_secrets((str(error).strip().splitlines() or [type(error).__name__])[0])
+            todo = "check the address, that the database runs and its driver is there; null: keep the study in memory"
+            raise BadInput(KEY, shown, f"cannot be used ({first})", todo) from error
+    file = (working_folder / url.removeprefix("sqlite:///").partition("?")[0]).resolve()
+    _check_file(file, shown)
+    try:
+        # Several sweeps that make a fresh database at the same time would break each other.
+        with FileLock(f"{file}.lock"):
+            return RDBStorage(f"sqlite:///{file}", engine_kwargs={"connect_args": {"timeout": _BUSY_TIMEOUT_S}})
+    except Exception as error:
+        first = str(error).strip().splitlines()[0]
+        raise BadInput(KEY, shown, f"cannot be used ({first})", "give another file, or move this one away") from error
+
+
+def _check_file(file: Path, url: str) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(KEY, url, f"its folder cannot be made ({error.strerror})", "give another file") from error
+    target = file if file.exists() else file.parent
+    if not os.access(target, os.W_OK):
+        raise BadInput(KEY, url, f"{target.name} cannot be written", "give another file or make it writable")
+    if not file.exists() or file.stat().st_size == 0:
+        return
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as connection:
+            tables = {row[0] for row in connection.execute("select name from sqlite_master where type='table'")}
+    except sqlite3.DatabaseError as error:
+        raise BadInput(KEY, url, f"is no SQLite database ({error})", "give another file") from error
+    if tables & _MLFLOW_TABLES and "studies" not in tables:
+        raise BadInput(KEY, url, "is MLflow's database, which Optuna would break", "give a file of its own")
+
+
+def fixed_digests(config: DictConfig, searched: Sequence[str], irrelevant: Sequence[str] = ()) -> dict[str, str]:
+    """A short digest per key of all that is not searched: tells what changed without storing any value.
+
+    irrelevant: keys, or whole nodes, that change no result.
+    """
+    plain = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(plain, dict)
+    left_out = tuple(f"{key}." for key in (*searched, *irrelevant))
+    return {k: digest_of(v) for k, v in sorted(_flat(plain, "").items()) if not f"{k}.".startswith(left_out)}
+
+
+def _flat(node: Mapping[Any, Any], prefix: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in node.items():
+        name = f"{prefix}{key}"
+        found |= _flat(value, name + ".") if isinstance(value, Mapping) and value else {name: value}
+    return found
+
+
+def digest_of(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+def default_name(app: str, fixed: Mapping[str, str], space: Space) -> str:
+    """Equal for commands that ask the same question: the same fixed config and the same searched keys."""
+    return f"{app}-{digest_of([fixed, sorted(space.parameters), space.extend_name])}"
+
+
+def free_name(storage: BaseStorage, name: str) -> str:
+    """The name, or name-2, name-3, ... where there is such a study already."""
+    taken = set(optuna.get_all_study_names(storage))
+    return next(n for n in itertools.chain([name], (f"{name}-{i}" for i in itertools.count(2))) if n not in taken)
+
+
+@whole()
+def open_study(
+    storage: BaseStorage,
+    name: str,
+    space: Space,
+    directions: Sequence[str],
+    fixed: Mapping[str, str],
+    say: Callable[[str], None] = print,
+) -> optuna.Study:
+    """The study of this name, made if there is none.
+
+    Raises BadInput, before anything is asked, where it was begun with another space or direction.
+    """
+    if name not in optuna.get_all_study_names(storage):
+        wanted = [optuna.study.StudyDirection[d.upper()] for d in directions]
+        study = optuna.create_study(study_name=name, storage=storage, directions=wanted)
+        study.set_user_attr(SPACE, space.describe())
+        study.set_user_attr(FIXED, dict(fixed))
+        return study
+    study = optuna.load_study(study_name=name, storage=storage)
+    _check_directions(study, directions)
+    _check_space(study, space)
+    changed = changed_keys(study.user_attrs.get(FIXED), fixed)
+    if changed:
+        say(
+            f"warning: the study {name} was begun with other values of {', '.join(changed)}; "
+            "its earlier trials guide the sampler but answer no candidate"
+        )
+    return study
+
+
+def _check_directions(study: optuna.Study, directions: Sequence[str]) -> None:
+    before = [d.name.lower() for d in study.directions]
+    if before != list(directions):
+        raise BadInput(
+            "hydra.sweeper.direction",
+            ",".join(directions),
+            f"the study {study.study_name} was begun with {','.join(before)}",
+            "go on with that, or give hydra.sweeper.study_name=NAME or hydra.sweeper.resume=false for a new study",
+        )
+
+
+def _check_space(study: optuna.Study, space: Space) -> None:
+    before, now = study.user_attrs.get(SPACE), space.describe()
+    if before is None:
+        before, now = _space_of_trials(study, space)
+    for key in sorted(set(before) | set(now)):
+        if before.get(key) != now.get(key):
+            was = f"was searched as {before[key]}" if key in before else "was not searched"
+            raise BadInput(
+                key,
+                now.get(key, "(not searched)"),
+                f"{was} when the study {study.study_name} was begun",
+                "go on with the same space, or give hydra.sweeper.study_name=NAME or hydra.sweeper.resume=false "
+                "for a new study",
+            )
+
+
+def _space_of_trials(study: optuna.Study, space: Space) -> tuple[dict[str, Any], dict[str, Any]]:
+    """For a study that something else has begun: the choices that its trials had, and ours of the same keys."""
+    before: dict[str, Any] = {}
+    for trial in study.get_trials(deepcopy=False):
+        for key, d in trial.distributions.items():
+            if isinstance(d, optuna.distributions.CategoricalDistribution):
+                before[key] = list(d.choices)
+    ours = {k: list(getattr(d, "choices", ())) for k, d in space.distributions.items() if k in before}
+    return {k: v for k, v in before.items() if k in ours}, ours
+
+
+def changed_keys(before: Mapping[str, str] | None, now: Mapping[str, str]) -> list[str]:
+    if before is None:
+        return []
+    return sorted(k for k in set(before) | set(now) if before.get(k) != now.get(k))
+
+
+def owner() -> str:
+    """This process, recognisable after a reboot and when its number has been given to another one."""
+    return f"{socket.gethostname()}:{os.getpid()}:{psutil.Process().create_time():.0f}"
+
+
+def is_alive(name: str | None) -> bool:
+    """Whether the process that runs a trial may still be there. One on another machine may."""
+    if not name:
+        return False
+    host, pid, created = name.rsplit(":", 2)
+    if host != socket.gethostname():
+        return True
+    try:
+        return abs(psutil.Process(int(pid)).create_time() - float(created)) <= 1
+    except psutil.Error:
+        return False
+
+
+@whole()
+def stale(study: optuna.Study) -> list[FrozenTrial]:
+    """The trials that a killed command left running; not those of a living process."""
+    running = study.get_trials(deepcopy=False, states=[TrialState.RUNNING])
+    return [trial for trial in running if not is_alive(trial.user_attrs.get(JOB, {}).get("owner"))]
+
+
+@whole()
+def close(study: optuna.Study, trials: Iterable[FrozenTrial]) -> None:
+    """End them as failed."""
+    for trial in trials:
+        optuna.Trial(study, trial._trial_id).set_user_attr("reason", "the command that ran it was killed")
+        study.tell(trial.number, state=TrialState.FAIL)
+
+
+#: How a trial's values came about (user attribute VALUE_IS): nothing there means measured.
+VALUE_IS, ESTIMATED, PLACEHOLDER = "value_is", "estimated", "placeholder"
+#: A trial that was not launched carries why (user attribute): told by the preflight, or known from an earlier trial.
+ANSWERED_BY, BY_PREFLIGHT, BY_MEMORY = "answered_by", "preflight", "memory"
+#: What is known of a trial before it runs (user attribute): owner, overrides, fixed, folder.
+JOB = "job"
+RESULTS_FILE = "optimization_results.yaml"
+
+
+@dataclass
+class Record:
+    """One trial of a study."""
+
+    number: int
+    state: str  # Optuna's: COMPLETE, FAIL, RUNNING
+    outcome: str
+    params: dict[str, Any] = field(default_factory=dict)
+    overrides: list[str] = field(default_factory=list)
+    values: list[float] | None = None  # measured ones only
+    estimated_values: list[float] | None = None
+    constraints: dict[str, float] = field(default_factory=dict)
+    reason: str = ""
+    folder: str | None = None
+    mlflow_run_id: str | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+    answered_by: str | None = None
+    same_as: int | None = None  # the trial whose measurement answered this one
+    fixed: str | None = None  # digest of what was not searched
+    seconds: float | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.state not in ("RUNNING", "WAITING")
+
+    @property
+    def launched(self) -> bool:
+        """Whether its job was started, so that it counts towards the number of trials asked for."""
+        return self.answered_by is None
+
+    @property
+    def violation(self) -> float:
+        return violation(self.constraints)
+
+    @property
+    def feasible(self) -> bool:
+        """Measured, and within all constraints. An estimate is never a result."""
+        return self.state == "COMPLETE" and self.values is not None and self.violation <= 0
+
+    @property
+    def original(self) -> bool:
+        return self.same_as is None
+
+
+@whole()
+def records(study: optuna.Study) -> list[Record]:
+    """All trials that were asked, in order."""
+    found = study.get_trials(deepcopy=False)
+    return [record(t) for t in found if t.state is not TrialState.WAITING]
+
+
+def record(trial: FrozenTrial) -> Record:
+    attrs = dict(trial.user_attrs.get(JOB, {})) | trial.user_attrs
+    complete = trial.state is TrialState.COMPLETE
+    values, value_is = list(trial.values) if complete and trial.values else None, attrs.get(VALUE_IS)
+    return Record(
+        number=trial.number,
+        state=trial.state.name,
+        outcome=attrs.get("outcome", OK if complete else FAILED if trial.state.is_finished() else "running"),
+        params=dict(trial.params),
+        overrides=list(attrs.get("overrides", [])),
+        values=values if value_is is None else None,
+        estimated_values=values if value_is == ESTIMATED else None,
+        constraints=dict(trial.constraints),
+        reason=attrs.get("reason", ""),
+        folder=attrs.get("folder"),
+        mlflow_run_id=attrs.get("mlflow_run_id"),
+        info=dict(attrs.get("info", {})),
+        answered_by=attrs.get(ANSWERED_BY),
+        same_as=attrs.get("same_as"),
+        fixed=attrs.get("fixed"),
+        seconds=trial.duration.total_seconds() if trial.duration is not None else None,
+    )
+
+
+def best_first(found: Sequence[Record], directions: Sequence[str]) -> list[Record]:
+    """The feasible trials of one objective, best first; of several, the Pareto front in the order of the first one."""
+    feasible = [r for r in found if r.feasible and r.original]
+    signs = [-1.0 if d == "maximize" else 1.0 for d in directions]
+
+    def costs(r: Record) -> list[float]:
+        assert r.values is not None
+        return [s * v for s, v in zip(signs, r.values)]
+
+    if len(directions) > 1:
+        feasible = [r for r in feasible if not any(_dominates(costs(o), costs(r)) for o in feasible)]
+    return sorted(feasible, key=lambda r: (costs(r)[0], r.number))
+
+
+def _dominates(a: Sequence[float], b: Sequence[float]) -> bool:
+    return all(x <= y for x, y in zip(a, b)) and any(x < y for x, y in zip(a, b))
+
+
+def least_violating(found: Sequence[Record]) -> Record | None:
+    """The trial closest to being feasible, measured ones before estimated ones where they are equal."""
+    violating = [r for r in found if r.state == "COMPLETE" and r.violation > 0 and r.original]
+    return min(violating, key=lambda r: (r.violation, r.answered_by is not None, r.number), default=None)
+
+
+def counts(found: Sequence[Record]) -> dict[str, int]:
+    launched = [r for r in found if r.launched]
+    return {
+        "launched": len(launched),
+        "feasible": sum(r.feasible for r in launched),
+        "infeasible": sum(r.state == "COMPLETE" and not r.feasible for r in launched),
+        "failed": sum(r.state == "FAIL" for r in found if r.original),
+        "not_run": sum(r.answered_by == BY_PREFLIGHT for r in found),
+        "answered_from_memory": sum(r.answered_by == BY_MEMORY for r in found),
+    }
+
+
+def summary(study: optuna.Study, found: Sequence[Record], *, sampler: str, ended_because: str) -> dict[str, Any]:
+    """The content of `optimization_results.yaml`. Its first keys are those that Hydra's own Optuna plugin writes."""
+    directions = [d.name.lower() for d in study.directions]
+    best = best_first(found, directions)
+    said: dict[str, Any] = {"name": "optuna"}
+    if len(directions) == 1:
+        said["best_params"] = best[0].params if best else None
+        said["best_value"] = best[0].values[0] if best and best[0].values else None
+        said["best_trial"] = entry(best[0]) if best else None
+    else:
+        said["solutions"] = [entry(r) for r in best]
+    if not best:
+        nearest = least_violating(found)
+        said["least_violating"] = entry(nearest) if nearest is not None else None
+    return said | {
+        "study": study.study_name,
+        "directions": directions,
+        "sampler": sampler,
+        "ended_because": ended_because,
+        "counts": counts(found),
+        "trials": [entry(r) for r in found],
+    }
+
+
+def entry(r: Record) -> dict[str, Any]:
+    """One trial with what is known of it; keys that have nothing to say are left out."""
+    said: dict[str, Any] = {
+        "number": r.number,
+        "outcome": r.outcome,
+        "params": r.params,
+        "values": r.values,
+        "estimated_values": r.estimated_values,
+        "constraints": r.constraints,
+        "reason": r.reason,
+        "overrides": r.overrides,
+        "folder": r.folder,
+        "mlflow_run_id": r.mlflow_run_id,
+        "same_as": r.same_as,
+        "seconds": None if r.seconds is None else round(r.seconds, 3),
+        "info": r.info,
+    }
+    return {k: v for k, v in said.items() if v not in (None, "", {}, []) or k in ("number", "outcome", "params")}
+
+
+def write_summary(folder: Path, said: dict[str, Any]) -> Path:
+    """Write it whole or not at all: a kill never leaves half a file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / RESULTS_FILE
+    partial = path.with_name(path.name + ".partial")
+    plain = json.loads(json.dumps(said, default=str))  # no Python object, tuple or alias gets into the file
+    partial.write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    partial.replace(path)
+    return path
+
+
+def number_text(value: float) -> str:
+    return f"{value:.6g}" if math.isfinite(value) else str(value)

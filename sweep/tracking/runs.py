@@ -1,0 +1,228 @@
+"""A trial's run in MLflow once its repeats were made: its numbers over all of them, and each repeat's own."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import getpass
+import json
+import logging
+import os
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
+
+from sweep.config.schema import plain
+from sweep.environment import git_state, machine_facts, packages
+from sweep.format import known
+from sweep.interrupts import whole
+from sweep.results import Measurement, TrialResult, write_json
+from sweep.tracking.store import Store, client, experiment_id
+from sweep.tracking.values import MetricValue, cut_tags, dataset_of, metrics_of, one_line, result_tags_of
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
+
+log = logging.getLogger("sweep.tracking")
+DATASET_ATTEMPTS = 3
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+
+@contextlib.contextmanager
+def best_effort(what: str) -> Iterator[None]:
+    """A store that fails in mid-sweep costs a line, never a measurement."""
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except (MlflowException, SQLAlchemyError, OSError) as error:
+        log.warning("not recorded in MLflow: %s (%s)", what, one_line(error))
+        log.debug("MLflow's error", exc_info=True)
+
+
+def write(
+    store: Store,
+    run_id: str,
+    metrics: Iterable[MetricValue] = (),
+    params: dict[str, str] | None = None,
+    tags: dict[str, str] | None = None,
+) -> None:
+    """One round trip where MLflow's limits allow it; its client splits what is too long."""
+    from mlflow.entities import Metric, Param, RunTag
+
+    now_ms = int(time.time() * 1000)
+    client(store.uri).log_batch(
+        run_id,
+        metrics=[Metric(name, value, now_ms, step) for name, value, step in metrics],
+        params=[Param(name, value) for name, value in (params or {}).items()],
+        tags=[RunTag(name, value) for name, value in cut_tags(tags or {}).items()],
+    )
+
+
+def write_result_tags(store: Store, run_id: str, tags: dict[str, str], metrics: Iterable[MetricValue] = ()) -> None:
+    """Tags of a result with its metrics. An empty `error` is written only where it clears one: the page shows it."""
+    if not tags.get("error") and "error" not in client(store.uri).get_run(run_id).data.tags:
+        tags = {name: value for name, value in tags.items() if name != "error"}
+    write(store, run_id, metrics=metrics, tags=tags)
+
+
+def write_dataset(store: Store, run_id: str, result: TrialResult) -> None:
+    """The data set as MLflow's own input of the run; made from its description, the data are not read."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+    from mlflow.exceptions import MlflowException
+
+    fields = dataset_of(result)
+    if fields is None:
+        return
+    data = DatasetInput(Dataset(**fields), [InputTag("mlflow.data.context", "training")])
+    for attempt in range(DATASET_ATTEMPTS):
+        try:
+            client(store.uri).log_inputs(run_id, [data])
+            return
+        except MlflowException:
+            # Two runs that bring the same new data set at once collide in MLflow; the next try finds it there.
+            if attempt == DATASET_ATTEMPTS - 1:
+                raise
+            time.sleep(0.05 * (attempt + 1))
+
+
+def write_files(store: Store, run_id: str, files: Sequence[Path]) -> None:
+    """Files and whole folders as artifacts. A missing one costs a warning."""
+    for path in files:
+        if path.exists():
+            client(store.uri).log_artifact(run_id, str(path))
+        else:
+            log.warning("not recorded in MLflow: %s is missing", path)
+
+
+def save_config(folder: Path, config: dict[str, Any]) -> None:
+    """The whole resolved config as config.yaml: parameters are cut, this is not."""
+    as_json = json.loads(json.dumps(plain(config), default=str))
+    (folder / "config.yaml").write_text(yaml.safe_dump(as_json, sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def save_environment(folder: Path, known: dict[str, str]) -> None:
+    """known: what only the trial's process can say, such as torch's CUDA version and the GPU's name."""
+    inner = folder / "environment"
+    write_json({**machine_facts(), **known}, inner / "environment.json")
+    (inner / "packages.txt").write_text("\n".join(packages()) + "\n", encoding="utf-8")
+
+
+def running(store: Store) -> list[Run]:
+    """All runs of the experiment that are RUNNING, read whole before any of them is changed."""
+    found: list[Run] = []
+    token = None
+    while True:
+        page = client(store.uri).search_runs([experiment_id(store)], "attributes.status = 'RUNNING'", page_token=token)
+        found += page
+        token = page.token
+        if not token:
+            return found
+
+
+# Whose run it is, so that a later command can tell whether anybody still works on it.
+
+
+def process_tags(store: Store) -> dict[str, str]:
+    """Tags of every run: who made it, from which commit, in which process."""
+    commit, dirty = git_state(store.root)
+    tags = {"mlflow.source.name": "train.py", "mlflow.source.type": "LOCAL", **_own_process(os.getpid())}
+    if commit:
+        tags |= {"git_commit": commit, "git_dirty": str(dirty).lower(), "mlflow.source.git.commit": commit}
+    return tags
+
+
+def abandoned(tags: dict[str, str]) -> bool:
+    """Whether the process that the tags name ran on this host and is gone. What cannot be known is not abandoned."""
+    import psutil
+
+    if tags.get("process.host") != socket.gethostname():
+        return False
+    try:
+        process = psutil.Process(int(tags["process.pid"]))
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return True
+        # A process id alone may be another's by now.
+        return abs(process.create_time() - float(tags["process.started"])) > 1.0
+    except psutil.NoSuchProcess:
+        return True
+    except (psutil.Error, KeyError, ValueError):
+        return False
+
+
+@functools.lru_cache(maxsize=1)
+def _own_process(pid: int) -> dict[str, str]:
+    import psutil
+
+    started = psutil.Process(pid).create_time()
+    tags = {"process.host": socket.gethostname(), "process.pid": str(pid), "process.started": f"{started:.2f}"}
+    with contextlib.suppress(OSError, KeyError):  # a container's user may have no name
+        tags["mlflow.user"] = getpass.getuser()
+    return tags
+
+
+# Runs that this process has to end, should nobody else: a SystemExit outside of `with`, an error in a callback.
+
+_open: dict[str, tuple[int, Store]] = {}
+
+
+def opened(store: Store, run_id: str) -> None:
+    """Note that this process has to end the run."""
+    _open[run_id] = (os.getpid(), store)
+
+
+def end(store: Store, run_id: str, status: Status) -> None:
+    """Give the run its last status."""
+    _open.pop(run_id, None)
+    with best_effort(f"the end of run {run_id}"):
+        client(store.uri).set_terminated(run_id, status)
+
+
+@atexit.register
+def _end_what_is_open() -> None:
+    for run_id, (pid, store) in list(_open.items()):
+        if pid == os.getpid():  # not in a fork
+            with best_effort(f"the end of run {run_id}"):
+                write(store, run_id, tags={"error": "the program ended before this run did"})
+            end(store, run_id, "KILLED")
+
+
+@whole()
+def update_measurement(store: Store, run_id: str | None, result: TrialResult, before: TrialResult) -> None:
+    """Log what the repeats changed, and replace result.json. The run's state is left as it is.
+
+    before: the result as it was logged, after its first repeat. Single values are logged at step 0 again, where MLflow
+    takes the later one; curves go on where they ended.
+    """
+    if run_id is None:
+        return
+    with best_effort(f"the repeats of {result.name}"):
+        logged = set(metrics_of(before))
+        new = [value for value in metrics_of(result) if value not in logged]
+        write_result_tags(store, run_id, result_tags_of(result), [*new, *repeat_metrics_of(result.measurement)])
+    with best_effort(f"the result of {result.name}"), tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "result.json"
+        write_json(result, path)
+        write_files(store, run_id, [path])
+
+
+def repeat_metrics_of(measurement: Measurement | None) -> list[MetricValue]:
+    """Each repeat's median step time, held-out loss and peaks, at the step that is its round."""
+    found: list[tuple[str, float | None, int]] = []
+    for run in measurement.runs if measurement is not None else ():
+        if not run.error and run.step_times_ms:
+            found += [
+                ("repeat/step_ms", statistics.median(run.step_times_ms), run.index),
+                ("repeat/eval_loss", run.eval_loss, run.index),
+                ("repeat/peak_allocated_mib", run.peak_allocated_mib, run.index),
+                ("repeat/peak_reserved_mib", run.peak_reserved_mib, run.index),
+            ]
+    return [(name, value, step) for name, value, step in found if known(value) is not None and value is not None]

@@ -1,0 +1,483 @@
+"""Run a workload under a strategy and measure it: times, peaks, losses and bytes moved.
+
+On CUDA the peaks are the allocator's own statistics. On a CPU they are the ledger's, from a separate untimed pass on
+the emulated device; the ledger is off while steps are timed.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+import torch
+
+from sweep.config.schema import Config, MeasureConf
+from sweep.decide.statistics import good_runs, median_interval
+from sweep.errors import BadInput, DeviceOutOfMemory, NothingOffloaded
+from sweep.memory.ledger import Ledger
+from sweep.results import MIB, Evidence, Measurement, Peak, Phase, Run
+from sweep.strategy import applied
+from sweep.trial.clock import StepTime, clock_for
+from sweep.trial.machine import Watch
+from sweep.trial.outcomes import NotFinite, TimedOut, one_line
+from sweep.trial.passes import STEPS, plan_of, run_plan
+from sweep.workload import DataSource, Workload, build_data, build_workload, compiled_module, to_device
+from sweep.workload.batch import seed_everything
+from sweep.workload.step import Phases, evaluate_part, held_out_loss, run_step, split
+
+#: A GPU measurement that is shorter than this is `smoke`: it may be warm-up, clocks or luck.
+MIN_WARMUP_STEPS, MIN_TIMED_STEPS, MIN_REPEATS = 2, 10, 2
+
+
+@dataclass
+class Seen:
+    """What the memory pass saw, in the words of Measurement."""
+
+    peak: Peak | None = None  # None: there was none
+    peak_mib: float = math.nan  # in the last of the planned steps
+    largest_step: int | None = None
+    shapes_differ: bool = False
+    growth_mib_per_step: float = 0.0
+    evaluation_mib: float | None = None
+    caveats: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, m: Measurement) -> Seen:
+        """What was seen for an earlier measurement of the trial."""
+        return cls(
+            m.peak, m.peak_allocated_mib, m.largest_step, m.shapes_differ, m.growth_mib_per_step, m.evaluation_mib,
+            list(m.caveats),
+        )  # fmt: skip
+
+
+def summary(config: Config, runs: list[Run], seen: Seen | None = None) -> Measurement:
+    """The measurement of a trial whose repeats are `runs`; those with an error are kept in it and do not count.
+
+    config: as it was resolved. seen: by the ledger, in one untimed pass. Raises ValueError without a run that counts.
+    """
+    seen = Seen() if seen is None else seen
+    m, on_cuda = config.measure, config.device.type == "cuda"
+    measurement = Measurement(
+        evidence="", steps=m.steps, repeats=0, step_ms=0.0, step_ms_low=0.0, step_ms_high=0.0, samples_per_s=0.0,
+        tokens_per_s=None, peak_allocated_mib=math.nan, peak_reserved_mib=None, peak=seen.peak, runs=runs,
+    )  # fmt: skip
+    good = good_runs(measurement)
+    if not good:
+        raise ValueError("a measurement needs a run that came to its end")
+    first, times = good[0], [t for run in good for t in run.step_times_ms]
+    measurement.repeats = sum(len(run.step_times_ms) // m.steps for run in good)
+    measurement.evidence = evidence_of(on_cuda, m.warmup_steps, len(times), measurement.repeats).value
+    measurement.step_times_ms = times
+    measurement.step_ms = statistics.median(times)
+    measurement.step_ms_low, measurement.step_ms_high = quartiles(times)
+    interval = median_interval([run.step_times_ms for run in good])
+    measurement.step_ms_ci_low, measurement.step_ms_ci_high = interval if interval is not None else (None, None)
+    measurement.samples_per_s = config.workload.global_batch_size / measurement.step_ms * 1000
+    if config.workload.seq_len is not None:
+        measurement.tokens_per_s = measurement.samples_per_s * config.workload.seq_len
+    if on_cuda:
+        measurement.peak_allocated_mib = _highest([run.peak_allocated_mib for run in good], math.nan)
+        measurement.peak_reserved_mib = _highest([run.peak_reserved_mib for run in good], math.nan)
+        measurement.evaluation_mib = max((r.evaluation_mib for r in good if r.evaluation_mib is not None), default=None)
+    else:
+        measurement.peak_allocated_mib, measurement.evaluation_mib = seen.peak_mib, seen.evaluation_mib
+    measurement.largest_step, measurement.shapes_differ = seen.largest_step, seen.shapes_differ
+    measurement.growth_mib_per_step = seen.growth_mib_per_step
+    measurement.caveats = list(dict.fromkeys([*seen.caveats, *(note for run in good for note in run.notes)]))
+    names = sorted({name for run in good for name in run.phases_ms})
+    measurement.phases_ms = {n: statistics.median(run.phases_ms.get(n, 0.0) for run in good) for n in names}
+    outside = [t for run in good for t in outside_of_phases(run)]
+    measurement.outside_ms = statistics.median(outside) if outside else None
+    measurement.train_loss = list(first.train_loss)
+    measurement.eval_loss_before, measurement.eval_loss = first.eval_loss_before, first.eval_loss
+    measurement.to_host_mib, measurement.from_host_mib = first.to_host_mib, first.from_host_mib
+    return measurement
+
+
+def outside_of_phases(run: Run) -> list[float]:
+    """For each timed step, the ms that belong to no phase; [] where the phases of each step are not known."""
+    if not run.phase_times_ms:
+        return []
+    return [
+        step_ms - sum(times[i] for times in run.phase_times_ms.values()) for i, step_ms in enumerate(run.step_times_ms)
+    ]
+
+
+def evidence_of(on_cuda: bool, warmup_steps: int, timed_steps: int, repeats: int) -> Evidence:
+    """What a run is evidence for. timed_steps: over all repeats that were made."""
+    if not on_cuda:
+        return Evidence.cpu
+    enough = warmup_steps >= MIN_WARMUP_STEPS and timed_steps >= MIN_TIMED_STEPS and repeats >= MIN_REPEATS
+    return Evidence.measured if enough else Evidence.smoke
+
+
+def quartiles(values: list[float]) -> tuple[float, float]:
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
+def _highest(values: list[float | None], otherwise: float) -> float:
+    return max((v for v in values if v is not None), default=otherwise)
+
+
+def rounds_of(conf: MeasureConf) -> int:
+    """Whole runs of each trial: one per repeat, and at least one per seed."""
+    return max(conf.repeats, conf.seeds)
+
+
+def planned_steps(config: Config, *, first_round: bool | None = None) -> int:
+    """Optimizer steps of one run of a trial, warm-up included. first_round: whether it is one of several whole runs;
+    None: as the config says, since a search repeats at once."""
+    m = config.measure
+    whole_runs = m.interleave and config.search.name is None if first_round is None else first_round
+    return m.warmup_steps + m.steps * (1 if whole_runs or m.seeds > 1 else m.repeats)
+
+
+def round_config(config: Config, index: int) -> Config:
+    """The config of round `index`: with its seed, and without a held-out loss where that seed was evaluated before.
+
+    A data source that is given a seed gets the round's, too; one without has the same batches for every seed.
+    """
+    config = copy.deepcopy(config)
+    shift = index % config.measure.seeds
+    config.workload.seed += shift
+    if isinstance(config.workload.data.get("seed"), int):
+        config.workload.data["seed"] += shift
+    if index >= config.measure.seeds:
+        config.measure.eval_batches = 0
+    return config
+
+
+def timed_run(
+    config: Config,
+    device: torch.device,
+    data: DataSource,
+    advance: Callable[[str], None] = lambda what: None,
+    *,
+    index: int = 0,
+    windows: int = 1,
+) -> Run:
+    """Run `config` as it is (see `round_config`). Raises what goes wrong.
+
+    windows: times that `measure.steps` steps are timed, the device synchronised and the machine looked at in between.
+    """
+    m, phases, clock = config.measure, Phases(), clock_for(device)
+    run = Run(index=index, seed=config.workload.seed, started_at=datetime.now(UTC).isoformat(timespec="seconds"))
+    workload = build_workload(config.workload, device, data)
+    seed_everything(config.workload.seed + 1)
+    on_cuda = device.type == "cuda"
+    differ = on_cuda and plan_of(workload, m.warmup_steps + m.steps * windows, 0).differ
+    skipped: list[int] = []
+    with ExitStack() as stack:
+        strategy = stack.enter_context(
+            applied(
+                config.strategy,
+                workload.model,
+                workload.blocks,
+                config.workload.global_batch_size,
+                phases,
+                device,
+                workload.loss_state,
+            )
+        )
+        stack.enter_context(phases.listening(clock))
+        run.eval_loss_before = evaluate(workload, m, strategy.micro_batch_size)
+        step = 0
+
+        def one_step() -> torch.Tensor:
+            nonlocal step
+            with phases(Phase.data):
+                batch = workload.train_batch(step)
+            step += 1
+            result = run_step(
+                workload,
+                batch,
+                phases,
+                micro_batch_size=strategy.micro_batch_size,
+                around_forward=strategy.around_forward,
+            )
+            if not result.updates:
+                skipped.append(step - 1)
+            return result.loss
+
+        if on_cuda:
+            torch.cuda.reset_peak_memory_stats(device)
+        for _ in range(m.warmup_steps):
+            run.train_loss.append(_finite(one_step().item(), step))
+            advance("warm-up")
+        strategy.moved.reset()
+        watch = Watch(device)
+        if on_cuda:
+            torch.cuda.synchronize(device)
+            if not differ:  # else the largest batch may have been one of the warm-up's
+                torch.cuda.reset_peak_memory_stats(device)
+        times: list[StepTime] = []
+        watch.begin()
+        for _ in range(windows):
+            losses = []
+            for _ in range(m.steps):
+                clock.start()
+                losses.append(one_step())
+                clock.stop()
+                advance("timed steps")
+            watch.look()  # before the clock waits for the device: on CUDA its last steps still run
+            times += clock.read()
+            run.train_loss += [_finite(loss.item(), step) for loss in losses]
+        run.conditions = watch.end()
+        _read_peaks(run, device)
+        strategy.require_effect()
+        run.step_times_ms = [step_ms for step_ms, _ in times]
+        run.phases_ms = _medians([by_phase for _, by_phase in times])
+        run.phase_times_ms = {name: [by_phase.get(name, 0.0) for _, by_phase in times] for name in run.phases_ms}
+        run.to_host_mib = strategy.moved.to_host_bytes / MIB / len(times)
+        run.from_host_mib = strategy.moved.from_host_bytes / MIB / len(times)
+        run.eval_loss = evaluate(workload, m, strategy.micro_batch_size)
+        if run.eval_loss is not None:
+            run.evaluation_mib = _read_peaks(run, device)
+    timed = [step for step in skipped if step >= m.warmup_steps]
+    if timed:
+        never = ", and with it every update: the peak of a GPU is without the optimizer's state"
+        run.notes.append(
+            f"the gradient scaler skipped {len(timed)} of the {len(times)} timed steps (overflow)"
+            f"{never if len(skipped) == step else ''}; raise measure.warmup_steps"
+        )
+    return run
+
+
+def _read_peaks(run: Run, device: torch.device) -> float | None:
+    """Raise the run's peaks to CUDA's since the last look, which begins anew. Returns MiB allocated, None off CUDA."""
+    if device.type != "cuda":
+        return None
+    allocated, reserved = (f(device) / MIB for f in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved))
+    run.peak_allocated_mib = max(run.peak_allocated_mib or 0.0, allocated)
+    run.peak_reserved_mib = max(run.peak_reserved_mib or 0.0, reserved)
+    torch.cuda.reset_peak_memory_stats(device)
+    return allocated
+
+
+def _medians(by_step: list[dict[str, float]]) -> dict[str, float]:
+    names = sorted({name for phases in by_step for name in phases})
+    return {name: statistics.median(phases.get(name, 0.0) for phases in by_step) for name in names}
+
+
+def evaluate(workload: Workload, conf: MeasureConf, micro_batch_size: int) -> float | None:
+    """Held-out loss: mean over the targets of `eval_batches` global batches, in micro-batches. None: none asked for."""
+    if not conf.eval_batches:
+        return None
+    total, count = 0.0, 0
+    with workload.evaluating():
+        for index in range(conf.eval_batches):
+            for part in split(workload.eval_batch(index, workload.conf.global_batch_size), micro_batch_size):
+                count += workload.loss.count(part)
+                with workload.autocast():
+                    total += held_out_loss(workload, to_device(part, workload.device)).item()
+    return _finite(total / max(count, 1), None)
+
+
+def _finite(loss: float, step: int | None) -> float:
+    if not math.isfinite(loss):
+        where = "on held-out data" if step is None else f"by step {step}"
+        raise NotFinite(f"the loss is {loss} {where}; lower workload.optimizer.lr or set workload.grad_clip_norm")
+    return loss
+
+
+Progress = Callable[[int, int, str], None]  # steps done, steps in all, what is being done
+
+#: Optimizer steps of the memory pass where all are alike.
+LEDGER_STEPS = STEPS
+#: Steps that a gradient scaler may skip, halving its scale, before the memory pass takes one as it is.
+SKIPPED_AT_MOST = 8
+
+
+def no_progress(done: int, total: int, what: str) -> None:
+    pass
+
+
+def measure(
+    config: Config,
+    device: torch.device,
+    data: DataSource,
+    *,
+    capacity_mib: float | None = None,
+    progress: Progress = no_progress,
+    first_round: bool = False,
+) -> Measurement:
+    """Measure `config.strategy` on `config.workload`. Raises what goes wrong; `sweep.trial.trial` makes it an outcome.
+
+    capacity_mib: on a CPU, the emulated device's memory; beyond it the ledger raises DeviceOutOfMemory.
+    first_round: make the first repeat only, since whoever asks makes the others, in turn over several trials. Else all
+    are made at once: `measure.repeats` windows of one run, or, with `measure.seeds` above 1, whole runs.
+    """
+    advance = Steps(config, steps_of(config, first_round=first_round), progress)
+    planned = planned_steps(config, first_round=first_round)
+    seen = Seen()
+    if config.measure.ledger and device.type == "cpu":
+        seen = _memory(config, device, data, capacity_mib, advance, planned)
+    runs = [repeat(config, device, data, 0, advance)] if first_round else _all_at_once(config, device, data, advance)
+    if config.measure.ledger and device.type == "cuda":
+        seen = _memory(config, device, data, None, advance, planned)
+    return summary(config, runs, seen)
+
+
+def _memory(
+    config: Config,
+    device: torch.device,
+    data: DataSource,
+    capacity_mib: float | None,
+    advance: Callable[[str], None],
+    planned: int,
+) -> Seen:
+    """The memory pass. It explains a measurement and never costs one: where it fails, this is noted."""
+    try:
+        return memory_pass(config, device, data, capacity_mib, advance, planned=planned)
+    except (BadInput, TimedOut, NothingOffloaded):
+        raise
+    except DeviceOutOfMemory:
+        if device.type == "cpu":
+            raise  # the emulated device is full
+        return Seen(caveats=["the memory pass ran out of memory, so what was alive at the peak is not known"])
+    except Exception as error:
+        unknown = "the peak is" if device.type == "cpu" else "what was alive at the peak is"
+        return Seen(caveats=[f"the memory pass failed, so {unknown} not known: {one_line(error)}"])
+
+
+def repeat(
+    config: Config, device: torch.device, data: DataSource | None, index: int, advance: Callable[[str], None]
+) -> Run:
+    """Round `index` of a trial: a whole run of its own. data: where it is of this round's seed. Raises as `measure`."""
+    own = round_config(config, index)
+    if data is None or own.workload.data != config.workload.data:
+        data = build_data(own.workload)
+    return timed_run(own, device, data, advance, index=index)
+
+
+def _all_at_once(config: Config, device: torch.device, data: DataSource, advance: Callable[[str], None]) -> list[Run]:
+    if config.measure.seeds > 1:
+        return [repeat(config, device, data, index, advance) for index in range(rounds_of(config.measure))]
+    return [timed_run(config, device, data, advance, windows=config.measure.repeats)]
+
+
+def steps_of(config: Config, *, first_round: bool = False) -> int:
+    """Optimizer steps that `measure` runs."""
+    m = config.measure
+    ledger = LEDGER_STEPS if m.ledger else 0
+    if first_round or m.seeds > 1:
+        return ledger + (m.warmup_steps + m.steps) * (1 if first_round else rounds_of(m))
+    return ledger + m.warmup_steps + m.steps * m.repeats
+
+
+class Steps:
+    """Counts steps for whoever watches, and ends what takes longer than `measure.timeout_s`."""
+
+    def __init__(self, config: Config, total: int, progress: Progress) -> None:
+        self.total, self.done, self.progress = total, 0, progress
+        self.timeout_s = config.measure.timeout_s
+        self.deadline = time.monotonic() + self.timeout_s
+
+    def __call__(self, what: str) -> None:
+        self.done = min(self.done + 1, self.total)  # the memory pass may need more steps than is known before
+        self.progress(self.done, self.total, what)
+        if time.monotonic() > self.deadline:
+            limit = f"measure.timeout_s={self.timeout_s:g}"
+            raise TimedOut(f"{limit}: not done after {self.done} of {self.total} steps")
+
+
+def ledger_pass(
+    config: Config,
+    device: torch.device,
+    data: DataSource,
+    capacity_mib: float | None,
+    advance: Callable[[str], None] = lambda what: None,
+) -> Peak:
+    """The peak that `memory_pass` finds. Raises ValueError where a model cannot be looked into."""
+    seen = memory_pass(config, device, data, capacity_mib, advance)
+    if seen.peak is None:
+        raise ValueError("; ".join(seen.caveats))
+    return seen.peak
+
+
+def memory_pass(
+    config: Config,
+    device: torch.device,
+    data: DataSource,
+    capacity_mib: float | None,
+    advance: Callable[[str], None] = lambda what: None,
+    *,
+    planned: int | None = None,
+) -> Seen:
+    """The memory of a few steps and of evaluation as the ledger sees it: of those with the largest batches of the
+    `planned` optimizer steps (None: those that the config asks for). Nothing is timed.
+
+    Raises DeviceOutOfMemory where the emulated device is full, which the last of the planned steps may be by what each
+    of them leaves behind.
+    """
+    phases = Phases()
+    capacity = None if capacity_mib is None else int(capacity_mib * MIB)
+    workload = build_workload(config.workload, device, data)
+    compiled = compiled_module(workload.model)
+    if compiled is not None:
+        unknown = "the peak" if device.type == "cpu" else "what is alive at the peak"
+        return Seen(caveats=[f"no memory pass: {compiled or 'the model'} is compiled, and {unknown} is not known"])
+    workload.scaler = settled_scaler(workload)
+    seed_everything(config.workload.seed + 1)
+    planned = planned_steps(config) if planned is None else planned
+    plan = plan_of(workload, planned, config.measure.eval_batches)
+    size = config.workload.global_batch_size
+    # In host memory, drawn before the ledger can see it.
+    batches = {step: workload.train_batch(step) for step in set(plan.steps)}
+    held_out = {index: workload.eval_batch(index, size) for index in plan.evaluation}
+    ledger = Ledger(capacity_bytes=capacity, device_type=device.type)
+    updates: list[int] = []
+    with ExitStack() as stack:
+        strategy = stack.enter_context(
+            applied(
+                config.strategy, workload.model, workload.blocks, size, phases, device, workload.loss_state,
+            )
+        )  # fmt: skip
+        stack.enter_context(ledger)
+        stack.enter_context(phases.listening(ledger))
+        ledger.track(workload.model, workload.optimizer, workload.loss_state)
+
+        def step(index: int) -> None:
+            for _ in range(1 + (SKIPPED_AT_MOST if workload.scaler is not None else 0)):
+                result = run_step(
+                    workload,
+                    batches[index],
+                    phases,
+                    micro_batch_size=strategy.micro_batch_size,
+                    around_forward=strategy.around_forward,
+                )
+                if result.updates:
+                    break
+            updates.append(result.updates)
+            advance("memory ledger")
+
+        def evaluate(index: int) -> bool:
+            evaluate_part(workload, next(split(held_out[index], strategy.micro_batch_size)), phases)
+            return True
+
+        found = run_plan(plan, ledger, step, evaluate)
+        strategy.require_effect()
+    notes = found.caveats(plan)
+    if not all(updates):
+        notes.append("the gradient scaler skipped every update looked at: the peak is without the optimizer's state")
+    if capacity is not None and found.bytes > capacity:
+        raise DeviceOutOfMemory(
+            f"out of memory on the emulated device: {found.bytes / MIB:.2f} MiB after {planned} steps, of which each "
+            f"leaves {found.growth / MIB:.4g} MiB behind; it has {capacity / MIB:.2f} MiB"
+        )
+    evaluation = None if found.evaluation is None else found.evaluation / MIB
+    return Seen(found.peak, found.bytes / MIB, found.step, plan.differ, found.growth / MIB, evaluation, notes)
+
+
+def settled_scaler(workload: Workload) -> torch.amp.GradScaler | None:
+    """A gradient scaler that starts low, so that the first updates take effect: what is not skipped is looked at."""
+    return None if workload.scaler is None else torch.amp.GradScaler(workload.device.type, init_scale=1.0)

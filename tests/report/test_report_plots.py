@@ -1,0 +1,135 @@
+"""What the pictures show: bars that add up, the baseline's band, and names that can be told apart."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+from made_up import runs, sweep_of_six, sweep_over_seeds, trial
+from matplotlib.colors import to_hex
+
+from sweep.config.schema import BudgetConf
+from sweep.report.data import Section, build
+from sweep.report.plots import LESS, MORE, MOST, bars_of, changes, losses, short
+from sweep.results import Change, Part, TrialResult
+
+
+def section(results: list[TrialResult]) -> Section:
+    return build(results, BudgetConf(memory_mib=200), None, Path()).sections[0]
+
+
+def test_a_waterfall_leads_from_before_to_after() -> None:
+    parts = [Part("activations", -230.0), Part("temporaries", 60.0), Part("gradients", 0.5), Part("inputs", 0.4)]
+    bars = bars_of(Change("MiB", 300.0, 141.0, -159.0, parts, residual=10.1))
+    assert [b[0] for b in bars] == ["before", "activations", "temporaries", "smaller parts", "not explained", "after"]
+    at = 0.0
+    for name, start, length, colour in bars[:-1]:
+        assert start == pytest.approx(at), name
+        at = start + length
+        assert colour != MORE or length > 0
+        assert colour != LESS or length < 0
+    assert at == pytest.approx(bars[-1][2]) == pytest.approx(141.0)
+
+
+def test_many_small_parts_are_one_bar() -> None:
+    parts = [Part("activations", -100.0), *(Part(f"part {i}", 0.9) for i in range(10))]
+    names = [b[0] for b in bars_of(Change("MiB", 300.0, 209.0, -91.0, parts))]
+    assert names == ["before", "activations", "smaller parts", "after"]
+
+
+def test_each_candidate_has_a_panel_with_its_numbers_and_evidence() -> None:
+    made = section(sweep_over_seeds())
+    for which, unit in (("peak", "MiB"), ("time", "ms")):
+        figure = changes(made, which)
+        assert figure is not None
+        assert len(figure.axes) == 5
+        titles = [axes.get_title(loc="left") for axes in figure.axes]
+        assert titles[0].startswith("micro_batch (preferred): on this CPU")
+        assert all("on this CPU" in title for title in titles)
+        for axes in figure.axes:
+            words = [t.get_text() for t in axes.texts]
+            assert len(words) == len(axes.patches)
+            assert all(w.endswith(f" {unit}") for w in words)
+        assert len({axes.get_xlim() for axes in figure.axes}) == 1  # one scale for all
+        assert figure.axes[-1].get_xlabel().endswith(unit)
+
+
+def test_no_more_panels_than_can_be_read() -> None:
+    results = sweep_over_seeds()
+    for i in range(20):
+        more = copy.deepcopy(results[2])
+        more.name = f"checkpoint {i}"
+        results.append(more)
+    figure = changes(section(results), "peak")
+    assert figure is not None
+    assert len(figure.axes) == MOST
+    assert figure.get_suptitle().endswith("; 13 more trials not shown")
+
+
+def test_without_anything_to_compare_there_is_no_waterfall() -> None:
+    assert changes(section([trial("baseline", 300.0)]), "peak") is None
+    assert changes(section(sweep_of_six()[1:]), "time") is None
+
+
+def test_curves_are_drawn_against_the_baselines_band_and_held_out_loss_with_intervals() -> None:
+    figure = losses(section(sweep_over_seeds()))
+    assert figure is not None
+    above, below, right = figure.axes
+    assert len(above.collections) == len(below.collections) == 1  # the band over seeds
+    assert any("lowest to highest of 3 seeds" in t.get_text() for t in figure.legends[0].get_texts())
+    assert len(below.lines) == 1 + 5  # zero, and each candidate less the baseline
+    assert len(right.containers) == 6  # an interval each
+    names = [t.get_text() for t in right.get_yticklabels()]
+    assert names[0] == "baseline"
+    assert "on this CPU" in figure.get_suptitle()
+    assert "95 % interval" in right.get_xlabel()
+
+
+def test_with_one_seed_there_is_a_line_and_no_interval() -> None:
+    figure = losses(section(sweep_over_seeds(seeds=1)))
+    assert figure is not None
+    above, _, right = figure.axes
+    assert len(above.collections) == 0
+    assert len(right.containers) == 0
+    assert "1 seed, no interval" in right.get_xlabel()
+
+
+def test_twelve_candidates_can_be_told_apart() -> None:
+    results = sweep_over_seeds()
+    for i in range(9):
+        more = copy.deepcopy(results[1])
+        more.name = f"micro_batch checkpoint.granularity=blocks micro_batch_size={i}"
+        assert more.measurement is not None
+        more.measurement.runs = runs(120.0 + i, shift=0.002 * (i + 1))
+        results.append(more)
+    figure = losses(section(results))
+    assert figure is not None
+    names = [t.get_text() for t in figure.legends[0].get_texts()]
+    assert len(names) == 13  # the baseline and twelve
+    assert len(set(names)) == 13
+    drawn = [line for line in figure.axes[0].lines if line.get_label() in names]
+    looks = {(to_hex(line.get_color()), line.get_linestyle(), line.get_linewidth()) for line in drawn}
+    assert len(looks) == len(drawn)
+    assert "2 more trials not shown" in figure.get_suptitle()
+    figure.canvas.draw() if figure.canvas else None
+    boxes = [t.get_window_extent() for t in figure.axes[2].get_yticklabels()]
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[i + 1 :])
+
+
+def test_losses_without_held_out_data_fill_the_page() -> None:
+    results = sweep_of_six()
+    for r in results:
+        assert r.measurement is not None
+        r.measurement.eval_loss = None
+    figure = losses(section(results))
+    assert figure is not None
+    assert len(figure.axes) == 2
+
+
+def test_long_names_keep_both_ends_and_dollars_are_no_formula() -> None:
+    a, b = (short(f"checkpoint checkpoint.parts=[attn,mlp] micro_batch_size={i}") for i in (4, 8))
+    assert a != b
+    assert len(a) <= 34
+    assert a.startswith("checkpoint") and a.endswith("size=4")
+    assert short("a$b$") == r"a\$b\$"

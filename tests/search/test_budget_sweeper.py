@@ -1,0 +1,590 @@
+"""The plugin in a small Hydra app, made in a temporary folder: as a command of its own where exit codes, kills and
+imports matter, and in this process otherwise. The cases are those in which sweepers are known to go wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import yaml
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from optuna.trial import TrialState
+
+from sweep.errors import BadInput
+
+ROOT = Path(__file__).resolve().parents[2]
+
+APP = """
+import json, os, signal, sys, time
+from pathlib import Path
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+HERE = Path(__file__).parent
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(cfg):
+    number = OmegaConf.select(HydraConfig.get(), 'job.num') if cfg.do != 'imports' else 0
+    with open(HERE / "ran.txt", "a") as f:
+        f.write(json.dumps([number, cfg.x, cfg.y, os.getcwd()]) + "\\n")
+    if cfg.at is not None and number == cfg.at:
+        if cfg.do == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if cfg.do == "exit":
+            sys.exit(7)
+        if cfg.do == "ctrl_c":
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(30)
+    if cfg.do == "oom" and cfg.x > cfg.at:
+        raise MemoryError("no memory")
+    if cfg.do == "imports":
+        print("IMPORTED", sorted({"optuna", "torch", "mlflow"} & set(sys.modules)))
+    return float(cfg.x)
+
+if __name__ == "__main__":
+    main()
+"""
+
+CONFIG = """
+defaults:
+  - db: mysql
+  - _self_
+x: 1
+y: 0
+at: null
+do: null
+free: {}
+extra: 1
+"""
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> Path:
+    """A Hydra app; its folder has a database group with three options."""
+    (tmp_path / "app.py").write_text(APP)
+    db = tmp_path / "conf" / "db"
+    db.mkdir(parents=True)
+    (tmp_path / "conf" / "config.yaml").write_text(CONFIG)
+    for name in ("mysql", "postgres", "sqlite"):
+        (db / f"{name}.yaml").write_text(f"name: {name}\nport: 1\n")
+    return tmp_path
+
+
+def command(app: Path, *words: str, **env: str) -> list[str]:
+    return [sys.executable, str(app / "app.py"), *words]
+
+
+def run(app: Path, *words: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the app as a user does: `python app.py ...`."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+    return subprocess.run(
+        command(app, *words), cwd=cwd or app, env=environment, capture_output=True, text=True, timeout=240
+    )
+
+
+def budget(*words: str) -> list[str]:
+    return ["-m", "hydra/sweeper=budget", *words]
+
+
+def study_of(file: Path, name: str | None = None) -> optuna.Study:
+    url = f"sqlite:///{file}"
+    (only,) = [name] if name else optuna.get_all_study_names(url)
+    return optuna.load_study(study_name=only, storage=url)
+
+
+def results_of(folder: Path) -> dict[str, Any]:
+    return yaml.safe_load((folder / "optimization_results.yaml").read_text())
+
+
+def sweep(app: Path, job: Callable[[DictConfig], Any], *words: str, **settings: Any) -> Path:
+    """Run a sweep of `job` in this process, in the app's config. Returns the sweep's folder."""
+    folder = app / "sweep"
+    given = {"storage": f"sqlite:///{app}/o.db", "study_name": "s", "max_failures": "null", **settings}
+    hydra_words = [
+        "hydra/sweeper=budget",
+        f"hydra.sweep.dir={folder}",
+        "hydra/job_logging=none",
+        "hydra/hydra_logging=none",
+    ]
+    hydra_words += [f"hydra.sweeper.{k}={v}" for k, v in given.items()]
+    with initialize_config_dir(str(app / "conf"), version_base="1.3"):
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("HYDRA_FULL_ERROR", "1")
+            hydra.multirun("config", job, [*hydra_words, *words], with_log_configuration=False)
+    return folder
+
+
+def trials(app: Path) -> list[optuna.trial.FrozenTrial]:
+    return study_of(app / "o.db", "s").trials
+
+
+# --- the twelve cases -----------------------------------------------------------------------------------------------
+
+
+def test_case_1_out_of_memory_above_two(app):
+    def job(cfg):
+        if cfg.x > 2:
+            raise MemoryError
+        return cfg.x
+
+    folder = sweep(app, job, "x=range(1,6)", "y=interval(0,1)", n_trials=6, direction="maximize", seed=3)
+    assert len(trials(app)) == 6
+    assert all(t.state is TrialState.COMPLETE for t in trials(app))
+    assert any(t.params["x"] > 2 for t in trials(app))
+    assert results_of(folder)["best_params"]["x"] <= 2
+    assert study_of(app / "o.db", "s").best_trial.params["x"] <= 2
+
+
+def test_case_1_on_five_points_alone_measures_each_once(app):
+    ran = []
+
+    def job(cfg):
+        ran.append(cfg.x)
+        if cfg.x > 2:
+            raise MemoryError
+        return cfg.x
+
+    folder = sweep(app, job, "x=range(1,6)", n_trials=6, direction="maximize")
+    assert sorted(ran) == [1, 2, 3, 4, 5]
+    assert all(t.state is TrialState.COMPLETE for t in trials(app))
+    assert results_of(folder)["best_value"] == 2
+    assert "exhausted" in results_of(folder)["ended_because"]
+
+
+def test_case_2_every_job_out_of_memory(app):
+    done = run(app, *budget("x=range(1,4)", "do=oom", "at=0", "hydra.sweep.dir=out"))
+    assert done.returncode == 3, done.stderr
+    assert "no feasible trial" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+    written = results_of(app / "out")
+    assert written["best_trial"] is None
+    assert written["counts"]["infeasible"] == 3
+    assert written["least_violating"]["constraints"] == {"out_of_memory": 1.0}
+
+
+def test_case_3_what_is_no_objective_fails_its_trial_and_the_rest_goes_on(app):
+    answers = {0: float("nan"), 1: None, 2: 1.0, 3: [1.0], 4: "much"}
+    folder = sweep(app, lambda cfg: answers[cfg.x], "x=range(0,5)")
+    found = {t.params["x"]: t for t in trials(app) if "same_as" not in t.user_attrs}
+    assert [found[x].state.name for x in range(5)] == ["FAIL", "FAIL", "COMPLETE", "COMPLETE", "FAIL"]
+    assert found[0].user_attrs["reason"] == "value is nan, not a number"
+    assert "None" in found[1].user_attrs["reason"]
+    assert results_of(folder)["counts"]["failed"] == 3
+
+
+def test_case_3_one_of_two_objectives(app):
+    folder = sweep(
+        app, lambda cfg: [1.0, 2.0] if cfg.x else [1.0], "x=0,1", direction="[minimize,maximize]", objectives="[a,b]"
+    )
+    states = {t.params["x"]: t for t in trials(app) if "same_as" not in t.user_attrs}
+    assert states[0].state is TrialState.FAIL
+    assert "1 objective(s) of 2 (a, b)" in states[0].user_attrs["reason"]
+    assert results_of(folder)["counts"]["failed"] == 1
+    assert len(results_of(folder)["solutions"]) == 1
+
+
+def test_case_4_a_job_that_exits(app):
+    done = run(app, *budget("x=interval(1,9)", "do=exit", "at=2"))
+    assert done.returncode == 7
+    found = study_of(app / "mlruns" / "optuna.db").trials
+    assert [t.state.name for t in found] == ["COMPLETE", "COMPLETE", "FAIL"]
+    assert "SystemExit" in found[2].user_attrs["reason"]
+
+
+def test_case_4_ctrl_c(app):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    # A shell, since it is the shell that makes 130 of a process ended by SIGINT.
+    words = " ".join(
+        f"'{w}'" for w in command(app, *budget("x=interval(1,9)", "do=ctrl_c", "at=1", "hydra.sweep.dir=out"))
+    )
+    done = subprocess.run(["bash", "-c", f"{words}; exit $?"], cwd=app, env=environment, capture_output=True, text=True)
+    assert done.returncode == 130, done.stderr
+    found = study_of(app / "mlruns" / "optuna.db").trials
+    assert [t.state.name for t in found] == ["COMPLETE", "FAIL"]
+    assert "KeyboardInterrupt" in found[1].user_attrs["reason"]
+    assert results_of(app / "out")["best_trial"]["number"] == 0
+
+
+class Large:
+    """Stands for a tensor: is it gone?"""
+
+
+@pytest.mark.parametrize("n_jobs", [1, 4])
+def test_case_5_a_failed_jobs_locals_are_gone_when_the_next_starts(app, n_jobs):
+    alive: list[weakref.ref[Large]] = []
+    seen = []
+
+    def job(cfg):
+        seen.append(sum(r() is not None for r in alive))
+        large = Large()
+        alive.append(weakref.ref(large))
+        try:
+            raise KeyError("inner")
+        except KeyError as error:
+            raise ValueError("outer") from error
+
+    with pytest.raises(SystemExit, match="3"):
+        sweep(app, job, "x=range(0,9)", n_jobs=n_jobs, n_trials=6)
+    assert seen == [0] * 6
+    assert len(alive) == 6
+
+
+def test_case_6_kill_and_the_same_command_again(app):
+    words = budget(
+        "x=interval(0,9)", "do=kill", "hydra.sweeper.n_trials=6", "hydra.sweeper.seed=5", "hydra.sweep.dir=out",
+        "hydra.sweeper.study_name=s",
+    )  # fmt: skip
+    killed = run(app, *words, "at=3")
+    assert killed.returncode == -signal.SIGKILL
+    file = app / "mlruns" / "optuna.db"
+    assert [t.state.name for t in study_of(file).trials] == ["COMPLETE"] * 3 + ["RUNNING"]
+    before = {f: f.stat().st_mtime_ns for f in (app / "out").rglob("*") if f.is_file() and f.parent.name.isdigit()}
+    again = run(app, *words, "at=99")
+    assert again.returncode == 0, again.stderr
+    assert "closed what a killed command left running: trial 3" in again.stdout
+    found = study_of(file).trials
+    assert [t.state.name for t in found] == ["COMPLETE"] * 3 + ["FAIL"] + ["COMPLETE"] * 2
+    assert len({t.params["x"] for t in found}) == 6
+    assert {f: f.stat().st_mtime_ns for f in before} == before
+    assert sorted(p.name for p in (app / "out").iterdir() if p.is_dir()) == ["0", "1", "2", "3", "4", "5"]
+    numbers = [line.split(",")[0].strip("[") for line in (app / "ran.txt").read_text().splitlines()]
+    assert numbers == ["0", "1", "2", "3", "4", "5"]
+    # And once more: there is nothing left to do.
+    done = run(app, *words, "at=99")
+    assert done.returncode == 0
+    assert len(study_of(file).trials) == 6
+
+
+def test_case_7_a_changed_question_is_refused_before_anything_is_asked(app):
+    base = ["x=1,2", "y=3,4"]
+    sweep(app, lambda cfg: cfg.x, *base, n_trials=2)
+    before = len(trials(app))
+    for words, settings, line in (
+        (base, {"direction": "maximize"}, "hydra.sweeper.direction=maximize: "),
+        (["x=1,2,3", "y=3,4"], {}, "x="),
+        (["x=1,2"], {}, "y="),
+    ):
+        with pytest.raises(BadInput) as error:
+            sweep(app, lambda cfg: cfg.x, *words, **settings)
+        assert str(error.value).startswith(line)
+        assert "hydra.sweeper.study_name" in str(error.value)
+    with pytest.raises(Exception, match="nothere"):
+        sweep(app, lambda cfg: cfg.x, *base, "nothere=1,2")
+    with pytest.raises(Exception, match="nosuchdb"):
+        sweep(app, lambda cfg: cfg.x, *base, "db=choice(mysql,nosuchdb)")
+    assert len(trials(app)) == before
+
+
+def test_case_7_on_the_command_line_it_is_one_line_and_exit_code_2(app):
+    words = budget("x=1,2,3", "y=3,4", "hydra.sweeper.n_trials=1")
+    assert run(app, *words).returncode == 0
+    for changed in (["hydra.sweeper.direction=maximize"], ["x=1,2,4"], ["nothere=1,2"]):
+        done = run(app, *words, *changed)
+        assert done.returncode == 2
+        assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+        assert done.stderr.startswith("error: ")
+        assert "Traceback" not in done.stderr
+        assert changed[0].partition("=")[0] in done.stderr
+    assert len(study_of(app / "mlruns" / "optuna.db").trials) == 1
+
+
+def test_case_8_values_reach_the_job_as_they_were_written(app):
+    seen = []
+    words = 'free.v="a,b",\'c,d\',"3",null,true,[1,2],{a: 1},1,1.0,plain,"true"'
+    sweep(
+        app, lambda cfg: seen.append(cfg.free.v) or 1.0, "+" + words, sampler="{_target_:optuna.samplers.GridSampler}"
+    )
+    plain = [OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for v in seen]
+    wanted = ["a,b", "c,d", "3", None, True, [1, 2], {"a": 1}, 1, 1.0, "plain", "true"]
+    assert plain == wanted
+    assert [type(v) for v in plain] == [type(v) for v in wanted]
+
+
+def test_case_8_the_explicit_choice(app):
+    seen = []
+    sweep(app, lambda cfg: seen.append(cfg.free.v) or 1.0, '+free.v=choice("a,b","c,d")', n_trials=2)
+    assert sorted(seen) == ["a,b", "c,d"]
+
+
+def test_case_9_a_grid_has_the_samplers_values_and_runs_them_all(app):
+    points: dict[str, set[tuple[Any, ...]]] = {}
+    for name, sampler in (("grid", "GridSampler"), ("random", "RandomSampler")):
+        seen: list[tuple[Any, ...]] = []
+        words = ["x=range(0,5)", "y=range(0,1,0.5)", "db=glob(*)"]
+        given = {"sampler": f"{{_target_:optuna.samplers.{sampler}}}", "storage": "null"}
+        if name == "random":
+            given["n_trials"] = "200"
+        sweep(app, lambda cfg, seen=seen: seen.append((cfg.x, cfg.y, cfg.db.name)) or cfg.x, *words, **given)
+        assert len(seen) == 30
+        points[name] = set(seen)
+    assert points["grid"] == points["random"]
+    assert {p[0] for p in points["grid"]} == {0, 1, 2, 3, 4}
+    assert {p[1] for p in points["grid"]} == {0, 0.5}
+
+
+def test_case_9_a_fixed_override_fixes_a_searched_key(app):
+    seen = []
+    params = "+hydra.sweeper.params={x:'choice(1,2)',y:'choice(3,4)'}"
+    sweep(app, lambda cfg: seen.append((cfg.x, cfg.y)) or 1.0, "x=7", params)
+    assert sorted(seen) == [(7, 3), (7, 4)]
+    assert set(trials(app)[0].params) == {"y"}
+
+
+def test_case_10_all_over_budget_and_a_reading_that_is_no_number(app):
+    def job(cfg):
+        peak = {1: 30.0, 2: 20.0, 3: float("nan")}[cfg.x]
+        return {"value": 100.0 * cfg.x, "constraints": {"memory_mib": peak - 10}}
+
+    with pytest.raises(SystemExit) as stopped:
+        sweep(app, job, "x=1,2,3", direction="maximize")
+    assert stopped.value.code == 3
+    written = results_of(app / "sweep")
+    assert written["best_trial"] is None
+    assert written["least_violating"]["params"] == {"x": 2}
+    assert written["least_violating"]["constraints"] == {"memory_mib": 10.0}
+    (failed,) = [t for t in written["trials"] if t["outcome"] == "failed" and "same_as" not in t]
+    assert failed["reason"] == "the constraint memory_mib is nan, not a number"
+
+
+def test_case_11_the_basic_launcher_runs_serially(app, capsys):
+    sweep(app, lambda cfg: cfg.x, "x=1,2,3", n_jobs=2)
+    assert "serially" in capsys.readouterr().out
+
+
+def test_case_12_known_points_are_answered_and_an_exhausted_space_ends_the_search(app, capsys):
+    seen = []
+
+    def job(cfg):
+        seen.append((cfg.x, cfg.db.name))
+        return cfg.x
+
+    folder = sweep(
+        app, job, "x=1,2", "db=mysql,sqlite", n_trials=40, sampler="{_target_:optuna.samplers.RandomSampler}"
+    )
+    assert len(seen) == len(set(seen)) == 4
+    assert "the space is exhausted: all of its 4 points are known" in capsys.readouterr().out
+    assert results_of(folder)["counts"]["launched"] == 4
+    # The same command again knows them all.
+    sweep(app, job, "x=1,2", "db=mysql,sqlite", n_trials=40)
+    assert len(seen) == 4
+
+
+# --- what the stock plugin's command line does ------------------------------------------------------------------------
+
+
+def test_words_of_every_kind_reach_the_job(app):
+    seen: list[DictConfig] = []
+
+    def job(cfg):
+        seen.append(cfg)
+        return cfg.x
+
+    sweep(
+        app, job, "x=int(interval(1,3))", "y=tag(log,interval(0.1,10))", "db=mysql,postgres", "+new.key=choice(a,b)",
+        "~extra", "db.port=shuffle(range(1,3))", "++free.z=5", "do=fixed", n_trials=8,
+    )  # fmt: skip
+    assert len(seen) == 8
+    for cfg in seen:
+        assert cfg.x in (1, 2, 3)
+        assert 0.1 <= cfg.y <= 10
+        assert cfg.db.name in ("mysql", "postgres")
+        assert cfg.db.port in (1, 2)
+        assert cfg.new.key in ("a", "b")
+        assert "extra" not in cfg
+        assert (cfg.free.z, cfg.do) == (5, "fixed")
+
+
+def extend(config: DictConfig, trial: optuna.Trial) -> None:
+    """A custom search space, found by its import path."""
+    assert config.db.name == "mysql"
+    if trial.params["x"] == 2:
+        trial.suggest_int("y", 10, 12)
+        trial.suggest_categorical("+free.mode", ["a", "b"])
+
+
+def test_a_custom_search_space_with_conditional_keys(app):
+    seen = []
+
+    def job(cfg):
+        seen.append((cfg.x, cfg.y, cfg.free.get("mode")))
+        return cfg.y
+
+    sweep(app, job, "x=1,2", custom_search_space="tests.test_budget_sweeper.extend", n_trials=50)
+    assert sorted(seen, key=str) == sorted(
+        [(1, 0, None), *((2, y, m) for y in (10, 11, 12) for m in ("a", "b"))], key=str
+    )
+
+
+def test_params_in_a_config_and_a_sampler_of_the_group(app):
+    (app / "conf" / "config.yaml").write_text(
+        "defaults:\n- override hydra/sweeper: budget\n- override hydra/sweeper/sampler: grid\n"
+        + CONFIG.replace("defaults:\n", "").replace("  - db: mysql\n  - _self_\n", "")
+        + "hydra:\n  sweeper:\n    storage: null\n    params:\n      x: range(1,4)\n      y: 3\n  sweep: {dir: out}\n"
+    )
+    done = run(app, "-m")
+    assert done.returncode == 0, done.stderr
+    assert len((app / "ran.txt").read_text().splitlines()) == 3
+    assert results_of(app / "out")["sampler"] == "GridSampler"
+    assert not (app / "mlruns").exists()
+
+
+@pytest.mark.parametrize("name", ["tpe", "motpe", "random", "nsgaii", "gp", "grid", "brute_force", "qmc"])
+def test_every_sampler_of_the_group_runs(app, name):
+    folder = sweep(
+        app,
+        lambda cfg: cfg.x,
+        "x=range(0,4)",
+        f"hydra/sweeper/sampler={name}",
+        "hydra.sweeper.sampler.seed=1",
+        n_trials=2,
+    )
+    assert results_of(folder)["counts"]["launched"] == 2
+
+
+def test_cma_es_needs_its_package(app):
+    try:
+        sweep(app, lambda cfg: cfg.x, "x=interval(0,4)", "hydra/sweeper/sampler=cmaes", n_trials=3)
+        assert len(trials(app)) == 3
+    except BadInput as error:
+        assert "pip install cmaes" in str(error)  # noqa: PT017
+
+
+def test_a_named_hook_is_a_class_or_a_function(app):
+    folder = sweep(
+        app, lambda cfg: {"speed": cfg.x}, "x=range(0,4)", n_trials=4,
+        preflight="{_target_:tests.test_budget_sweeper.AtMost,most:1}", read="tests.test_budget_sweeper.speed",
+        plan="{_target_:tests.test_budget_sweeper.largest_first}", direction="maximize",
+    )  # fmt: skip
+    written = results_of(folder)
+    assert [t["params"]["x"] for t in written["trials"]][:2] == [3, 1]
+    assert written["counts"]["not_run"] == 2
+    assert written["best_value"] == 1
+    assert written["trials"][0]["outcome"] == "over_budget"
+    assert not (folder / "0").exists()  # its job was never started
+    assert written["trials"][1]["mlflow_run_id"] == "run-1"
+    assert written["trials"][1]["folder"] == str(folder / "1")
+
+
+class AtMost:
+    """A preflight with an argument."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def __call__(self, job):
+        return {"constraints": {"memory": job.config.x - self.most}}
+
+
+def speed(job, returned):
+    return {"value": returned["speed"], "mlflow_run_id": f"run-{job.number}"}
+
+
+def largest_first(search):
+    return [{"x": 3}, {"x": 1}]
+
+
+# --- around it ------------------------------------------------------------------------------------------
+
+
+def test_the_plugin_is_thin_and_the_study_lies_beside_the_app(app, tmp_path):
+    single = run(app, "do=imports")
+    assert "IMPORTED []" in single.stdout, single.stderr
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    done = run(app, *budget("x=1,2", "hydra.job.chdir=true"), cwd=elsewhere)
+    assert done.returncode == 0, done.stderr
+    assert (app / "mlruns" / "optuna.db").is_file()
+    assert len(study_of(app / "mlruns" / "optuna.db").trials) >= 2
+    (folder,) = elsewhere.glob("multirun/*/*")
+    assert results_of(folder)["best_trial"]["folder"] == str(folder / str(results_of(folder)["best_trial"]["number"]))
+
+
+def test_another_question_gets_another_study_and_resume_false_a_fresh_one(app):
+    given = {"study_name": "null", "n_trials": 1}
+    sweep(app, lambda cfg: 1.0, "x=1,2", **given)
+    sweep(app, lambda cfg: 1.0, "x=1,2", **given)
+    names = optuna.get_all_study_names(f"sqlite:///{app}/o.db")
+    assert len(names) == 1
+    sweep(app, lambda cfg: 1.0, "x=1,2", "do=other", **given)
+    sweep(app, lambda cfg: 1.0, "y=1,2", **given)
+    assert len(optuna.get_all_study_names(f"sqlite:///{app}/o.db")) == 3
+    sweep(app, lambda cfg: 1.0, "x=1,2", resume="false", **given)
+    assert f"{names[0]}-2" in optuna.get_all_study_names(f"sqlite:///{app}/o.db")
+
+
+def test_a_folder_that_is_there_already_is_left_alone(app):
+    old = app / "sweep" / "0"
+    old.mkdir(parents=True)
+    (old / "precious.txt").write_text("mine")
+    folders = []
+    job = lambda cfg: folders.append(HydraConfig.get().runtime.output_dir) or 1.0
+    sweep(app, job, "x=1,2", "hydra/sweeper/sampler=grid")
+    assert folders == [str(app / "sweep" / "0-2"), str(app / "sweep" / "1")]
+    assert [p.name for p in old.iterdir()] == ["precious.txt"]
+    assert trials(app)[0].user_attrs["folder"] == str(app / "sweep" / "0-2")
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("hydra.sweeper.direction=up", "hydra.sweeper.direction=up: is no direction"),
+        ("hydra.sweeper.n_trials=0", "hydra.sweeper.n_trials=0: is below 1"),
+        (
+            "hydra.sweeper.sampler._target_=optuna.samplers.Best",
+            "hydra.sweeper.sampler._target_=optuna.samplers.Best: ",
+        ),
+        ("+hydra.sweeper.sampler.speed=2", "hydra.sweeper.sampler.speed=2: TPESampler takes no such argument"),
+        ("hydra.sweeper.preflight=nowhere.f", "hydra.sweeper.preflight._target_=nowhere.f: cannot be made"),
+        ("hydra.sweeper.enqueue=[{x: 9}]", "x=9: is not in the search space"),
+        ("hydra.sweeper.enqueue=[{z: 9}]", "hydra.sweeper.enqueue=z: is not searched"),
+        ("db=glob(nothing*)", "db=glob(nothing*): matches no option"),
+    ],
+)
+def test_bad_input_is_named(app, word, line):
+    with pytest.raises(BadInput) as error:
+        sweep(app, lambda cfg: 1.0, "x=1,2", word)
+    assert str(error.value).startswith(line)
+    assert not (app / "o.db").exists() or not optuna.get_all_study_names(f"sqlite:///{app}/o.db") or not trials(app)
+
+
+def test_nothing_to_search_is_bad_input(app):
+    with pytest.raises(BadInput, match="searches nothing"):
+        sweep(app, lambda cfg: 1.0, "x=1")
+
+
+def test_an_app_may_have_its_own_defaults(app):
+    own = app / "conf" / "hydra" / "sweeper"
+    own.mkdir(parents=True)
+    (own / "budget.yaml").write_text("defaults:\n  - budget_sweeper\n  - _self_\nn_trials: 3\ndirection: maximize\n")
+    folder = sweep(app, lambda cfg: cfg.x, "x=range(0,9)")
+    assert results_of(folder)["counts"]["launched"] == 3
+    assert results_of(folder)["directions"] == ["maximize"]
+
+
+def test_optunas_own_tools_open_the_database(app):
+    """The dashboard reads studies through the same storage; named constraints and run ids are where it looks."""
+
+    def job(cfg):
+        return {"value": cfg.x, "constraints": {"memory_mib": -1.0}, "mlflow_run_id": "abc", "info": {"peak_mib": 3}}
+
+    sweep(app, job, "x=range(0,9)", n_trials=2)
+    t = trials(app)[0]
+    assert t.constraints == {"memory_mib": -1.0}
+    assert (t.user_attrs["mlflow_run_id"], t.user_attrs["info"]) == ("abc", {"peak_mib": 3})
+    assert t.user_attrs["job"]["overrides"] == [f"x={t.params['x']}"]
+    assert time.time() - t.datetime_complete.timestamp() < 3600

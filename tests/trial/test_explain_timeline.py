@@ -1,0 +1,123 @@
+"""The memory over a step: every event counts, and no peak is lost by leaving points out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import sweep.trial.timeline as module
+from sweep.memory.ledger import Ledger
+from sweep.memory.log import NO_NODE
+from sweep.results import MIB, Category
+from sweep.trial.timeline import Band, Recorder, Timeline, timeline, write
+
+
+def recorded() -> tuple[Ledger, Recorder]:
+    """Two parameters of 1 MiB before the step; in it activations of 3 and 2 MiB, a temporary of 4, and their ends."""
+    ledger = Ledger()
+    log, recorder = ledger.log, Recorder(ledger)
+
+    def add(mib: int, category: Category, phase: str) -> int:
+        return log.add(mib * MIB, category, phase, "aten.mm", "head", NO_NODE)
+
+    def within(phase: str) -> None:
+        recorder.enter_phase(phase)
+        log.switch_phase(phase)
+
+    add(1, Category.parameter, "")
+    add(1, Category.parameter, "")
+    ledger.reset_peak()
+    recorder.begin()
+    within("forward")
+    first, second = add(3, Category.activation, "forward"), add(2, Category.activation, "forward")
+    recorder.leave_phase("forward")
+    within("backward")
+    log.end(second)
+    within("recompute")
+    again = add(4, Category.temporary, "recompute")
+    recorder.leave_phase("recompute")
+    log.end(first)
+    log.end(again)
+    recorder.leave_phase("backward")
+    return ledger, recorder
+
+
+def test_the_levels_after_each_event_by_part() -> None:
+    found = timeline(*recorded(), "cpu")
+    assert found.events == 6 and found.positions == list(range(7))
+    assert found.mib == {
+        "parameters": [2.0] * 7,
+        "activations": [0.0, 3.0, 5.0, 3.0, 3.0, 0.0, 0.0],
+        "recomputed activations": [0.0, 0.0, 0.0, 0.0, 4.0, 4.0, 0.0],
+    }
+    assert found.peak_position == 4 and found.peak.mib == 9.0 and found.peak.phase == "recompute"
+
+
+def test_phases_are_pieces_of_the_axis_without_those_inside_of_them() -> None:
+    found = timeline(*recorded(), "cpu")
+    assert found.phases == [
+        Band("forward", 0, 2),
+        Band("backward", 2, 3),
+        Band("recompute", 3, 4),
+        Band("backward", 4, 6),
+    ]
+
+
+def test_pieces_of_one_phase_that_follow_each_other_are_one() -> None:
+    ledger = Ledger()
+    recorder = Recorder(ledger)
+    recorder.begin()
+    for _ in range(3):
+        recorder.enter_phase("transfer")
+        ledger.log.add(512, Category.temporary, "transfer", "aten.copy_", "", NO_NODE)
+        recorder.leave_phase("transfer")
+    assert timeline(ledger, recorder, "cpu").phases == [Band("transfer", 0, 3)]
+
+
+def test_what_came_before_the_step_is_where_it_starts() -> None:
+    ledger, recorder = recorded()
+    recorder.begin()
+    ledger.reset_peak()
+    found = timeline(ledger, recorder, "cpu")
+    assert found.events == 0 and found.mib == {"parameters": [2.0]} and found.peak.mib == 2.0
+
+
+def test_leaving_points_out_loses_neither_peaks_nor_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_POINTS", 40)
+    rng = np.random.default_rng(0)
+    total = rng.random(10_000)
+    total[6789] = 5.0  # one event wide
+    kept = module._kept(total)
+    assert len(kept) <= 42 and {0, 6789, 9999} <= set(kept.tolist())
+    assert list(kept) == sorted(set(kept.tolist()))
+    assert total[kept].min() == total.min()
+
+
+def test_a_large_step_is_kept_small() -> None:
+    ledger = Ledger()
+    recorder = Recorder(ledger)
+    recorder.begin()
+    recorder.enter_phase("forward")
+    for i in range(30_000):
+        id = ledger.log.add((1 + i % 7) * MIB, Category.temporary, "forward", "aten.mm", "", NO_NODE)
+        ledger.log.end(id)
+    recorder.leave_phase("forward")
+    found = timeline(ledger, recorder, "cpu")
+    assert found.events == 60_000 and len(found.positions) <= module.MOST_POINTS + 2
+    assert max(found.mib["temporaries"]) == 7.0 == found.peak.mib
+
+
+def test_the_picture_and_the_data_are_written(tmp_path: Path) -> None:
+    found: Timeline = timeline(*recorded(), "cpu")
+    picture, data = write(found, tmp_path, "gpt_tiny, checkpoint")
+    assert [picture.name, data.name] == ["memory_timeline.png", "memory_timeline.json"]
+    with Image.open(picture) as image:
+        assert image.size[0] > 800 and len(image.convert("RGB").getcolors(1_000_000)) > 20
+    figure = module.draw(found, "gpt_tiny, checkpoint")
+    texts = {t.get_text() for axes in figure.axes for t in axes.texts}
+    assert texts == {"peak 9.0 MiB: recomputation (mm of head)"}
+    labels = {t.get_text() for legend in figure.legends for t in legend.get_texts()}
+    assert labels == {"parameters", "activations", "recomputed activations", "forward", "backward", "recompute"}
