@@ -30,7 +30,8 @@ from omegaconf import OmegaConf  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from benchmarks.architectures_zoo import ZOO, Architecture  # noqa: E402
-from sweep.config.schema import Config, typed  # noqa: E402
+from sweep.config.check import typed  # noqa: E402
+from sweep.config.schema import Config  # noqa: E402
 from sweep.environment import environment  # noqa: E402
 from sweep.errors import SweepError  # noqa: E402
 from sweep.results import write_json  # noqa: E402

@@ -33,7 +33,8 @@ from sweep.trial.measure import ledger_pass  # noqa: E402
 from sweep.config.device import resolve_device  # noqa: E402
 from sweep.trial.predict import predict  # noqa: E402
 from sweep.results import write_json  # noqa: E402
-from sweep.config.schema import Config, typed  # noqa: E402
+from sweep.config.check import typed# noqa: E402
+from sweep.config.schema import Config# noqa: E402
 from sweep.session import Session  # noqa: E402
 from sweep.workload.step import Phases, run_step  # noqa: E402
 from sweep.strategy import applied  # noqa: E402

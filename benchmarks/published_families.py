@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.published_models import qwen
+from sweep.config.check import typed
 from sweep.config.device import cublas_workspace_mib, load_profile, resolve_device
-from sweep.config.schema import Config, plain, typed
+from sweep.config.schema import Config, plain
 from sweep.errors import BadInput
 
 MODELS = "benchmarks.published_models"

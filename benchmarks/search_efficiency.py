@@ -32,7 +32,8 @@ from hydra import compose, initialize_config_dir  # noqa: E402
 from omegaconf import DictConfig, OmegaConf  # noqa: E402
 
 from benchmarks import search_peers  # noqa: E402
-from sweep.config.schema import Config, typed  # noqa: E402
+from sweep.config.check import typed  # noqa: E402
+from sweep.config.schema import Config  # noqa: E402
 from sweep.config.strategy_names import kind_of, strategy_at  # noqa: E402
 from sweep.results import Outcome, Prediction, from_dict, to_dict, write_json  # noqa: E402
 from sweep.search.candidate import Job, Settings  # noqa: E402

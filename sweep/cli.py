@@ -21,8 +21,8 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from sweep.config.addresses import ENVIRONMENT, conceal, conceal_in, conceal_word, without_secrets, words_of
-from sweep.config.check import check_diagnosis
-from sweep.config.schema import Config, Mode, typed
+from sweep.config.check import check_diagnosis, typed
+from sweep.config.schema import Config, Mode
 from sweep.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED, BadInput, DoesNotFit
 from sweep.interrupts import Terminated, ended_by_signals, whole
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sweep.config.schema import Config, Isolate, Mode, typed
+from sweep.config.check import typed
+from sweep.config.schema import Config, Isolate, Mode
 from sweep.decide.verdict import by_comparison
 from sweep.format import count
 from sweep.progress import Display

@@ -22,8 +22,9 @@ from rich.console import Console
 
 from sweep import tracking
 from sweep.config.addresses import words_of
+from sweep.config.check import typed
 from sweep.config.device import resolve_device
-from sweep.config.schema import Config, Mode, StrategyConf, TrackingConf, plain, typed
+from sweep.config.schema import Config, Mode, StrategyConf, TrackingConf, plain
 from sweep.config.strategy_names import name_strategy, trial_name, without_search
 from sweep.decide.verdict import grouped
 from sweep.diagnose.facts import Diagnosis

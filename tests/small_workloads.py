@@ -12,8 +12,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from sweep.config.check import check
-from sweep.config.schema import Config, WorkloadConf, typed
+from sweep.config.check import check, typed
+from sweep.config.schema import Config, WorkloadConf
 from sweep.workload import DataSource, build_data
 
 CONF = Path(__file__).parents[1] / "conf"

@@ -9,8 +9,8 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
+from sweep.config.check import typed
 from sweep.config.device import resolve_device
-from sweep.config.schema import typed
 from sweep.results import TrialResult
 from sweep.trial.process import run_isolated
 from sweep.trial.verify import verify

@@ -12,7 +12,11 @@ import urllib.parse
 from collections.abc import Mapping
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from sweep.config.schema import encode
 
 MASK = "***"
 #: What tells masked addresses apart from what they stand for: an environment variable, so that child processes have it.
@@ -59,7 +63,7 @@ def reveal(address: str) -> str:
 
 
 def revealed(value: Any) -> Any:
-    """The same for all strings of a config."""
+    """A config with the whole addresses in place of the masked ones."""
     if isinstance(value, Mapping):
         return {key: revealed(inner) for key, inner in value.items()}
     return reveal(value) if isinstance(value, str) else value
@@ -112,11 +116,6 @@ def conceal_word(word: str) -> str:
     bare = key.lstrip("+")
     if not any(f"{bare}.".startswith(f"{k}.") or k.startswith(f"{bare}.") for k in KEYS) or masked(value) == value:
         return word
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    from sweep.config.schema import encode
-
     try:
         parsed = OverridesParser.create().parse_override(word)
         if parsed.is_sweep_override():
@@ -137,8 +136,6 @@ def words_of(overrides: Any) -> list[str]:
 
 def conceal_in(config: DictConfig) -> None:
     """Conceal the addresses in a composed command, before Hydra stores it; jobs are composed anew from its words."""
-    from sweep.config.schema import encode
-
     overrides = config.hydra.overrides
     with read_write(config), open_dict(config):
         for name in ("task", "hydra"):

@@ -1,93 +1,146 @@
-"""What is wrong with a config by itself: values out of range, or against each other. Needs no model and no data."""
+"""From a composed config to `Config`: unknown keys refused, values checked by themselves and against each other.
+
+Needs no model and no data: what depends on the model is checked by `sweep.strategy.check_blocks`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
+import typing
+from operator import attrgetter
+from typing import Any
 
-from sweep.config.schema import Config, Granularity, Mode, Placement, SearchConf
+from omegaconf import DictConfig, OmegaConf
+
+from sweep.config.addresses import conceal
+from sweep.config.schema import Config, Granularity, Mode, Placement
 from sweep.errors import BadInput
+
+#: The least value of each field, or of each value in a list.
+AT_LEAST = {
+    "workload.global_batch_size": 1, "workload.seq_len": 1, "workload.optimizer.weight_decay": 0,
+    "workload.scheduler.warmup_steps": 0, "workload.scheduler.total_steps": 1,
+    "strategy.micro_batch_size": 1, "strategy.checkpoint.every_k": 1, "strategy.checkpoint.segment_size": 1,
+    "strategy.offload.min_tensor_kib": 0, "strategy.offload.keep_last": 0,
+    "budget.min_throughput_ratio": 0, "budget.max_eval_loss_ratio": 0, "budget.min_saving_mib": 0,
+    "device.index": 0, "device.cublas_workspace_mib": 0, "device.context_mib": 0,
+    "measure.warmup_steps": 0, "measure.steps": 1, "measure.repeats": 1, "measure.seeds": 1,
+    "measure.eval_batches": 0, "measure.verify_steps": 1,
+    "search.n_trials": 1, "search.margin": 0, "search.plan_points": 0, "search.report_best": 1,
+    "search.space.micro_batch_sizes": 1, "search.space.every_k": 1, "search.space.first_blocks": 1,
+    "search.space.min_tensor_kib": 0,
+}  # fmt: skip
+ABOVE_ZERO = (
+    "workload.optimizer.lr", "workload.grad_clip_norm", "budget.memory_mib", "budget.min_samples_per_s",
+    "budget.max_eval_loss", "device.capacity_mib", "device.memory_bandwidth_gb_s", "device.link_bandwidth_gb_s",
+    "device.peak_tflops", "measure.timeout_s", "search.timeout_s",
+)  # fmt: skip
+
+
+def typed(cfg: DictConfig | dict[str, Any], *, whole: bool = True) -> Config:
+    """The composed config as dataclasses, interpolations resolved and values checked. Raises BadInput.
+
+    whole: False for one that lacks the words that a search adds, so that nothing can be said of several fields yet.
+    """
+    node = cfg if isinstance(cfg, DictConfig) else OmegaConf.create(cfg)
+    _refuse_unknown(node, Config, "")
+    if OmegaConf.get_type(node) is not Config:
+        node = OmegaConf.merge(OmegaConf.structured(Config), node)  # type: ignore[assignment]
+    config = OmegaConf.to_object(node)
+    assert isinstance(config, Config)
+    if whole:
+        check(config)
+    if config.tracking.uri is not None:
+        config.tracking.uri = conceal(config.tracking.uri)
+    return config
+
+
+def _refuse_unknown(node: DictConfig, cls: Any, prefix: str) -> None:
+    """Hydra's + adds keys that no one reads. Raise BadInput for them, as for any other unknown key."""
+    hints = typing.get_type_hints(cls)
+    for key in map(str, node):
+        if key not in hints:
+            raise BadInput(f"{prefix}{key}", node._get_node(key), "there is no such key", "leave it out; see --help")
+        if dataclasses.is_dataclass(hints[key]) and not OmegaConf.is_missing(node, key) and node[key] is not None:
+            _refuse_unknown(node[key], hints[key], f"{prefix}{key}.")
 
 
 def check(config: Config) -> None:
-    """Raise BadInput for values that are wrong by themselves or against each other. Needs no model."""
-    w, s, b, d, m = config.workload, config.strategy, config.budget, config.device, config.measure
-    for key, name in (("strategy.name", s.name), ("workload.name", w.name), ("device.name", d.name)):
+    """Raise BadInput for values that are wrong by themselves or against each other."""
+    for key, least in AT_LEAST.items():
+        for name, value in _values(config, key):
+            if not value >= least:
+                raise BadInput(name, value, f"is below {least}", f"give {least} or more")
+    for key in ABOVE_ZERO:
+        for name, value in _values(config, key):
+            if not 0 < value < math.inf:
+                raise BadInput(name, value, "is not above zero", "give a positive number")
+    _check_workload(config)
+    _check_strategy(config)
+    d, m, space = config.device, config.measure, config.search.space
+    if d.type not in ("auto", "cpu", "cuda"):
+        raise BadInput("device.type", d.type, "is not a kind of device", "give auto, cpu or cuda")
+    if d.compute_capability is not None and not re.fullmatch(r"\d+\.\d+", str(d.compute_capability)):
+        raise BadInput("device.compute_capability", d.compute_capability, "is no version", "give one such as '8.9'")
+    if m.verify not in (True, False, "quick"):
+        raise BadInput("measure.verify", m.verify, "is no way to verify", "give true, false or quick")
+    for size in space.micro_batch_sizes or ():
+        _within_batch(config, "search.space.micro_batch_sizes", size)
+    if not space.placements:
+        raise BadInput("search.space.placements", "[]", "leaves nothing to choose", "give [none] for no offload")
+    if config.mode is Mode.diagnose:
+        check_diagnosis(config)
+
+
+def _values(config: Config, key: str) -> list[tuple[str, float]]:
+    """The numbers that a field holds, each with its own key; none where it is null."""
+    value = attrgetter(key)(config)
+    if isinstance(value, dict):
+        return [(f"{key}.{name}", inner) for name, inner in value.items()]
+    return [(key, inner) for inner in (value if isinstance(value, list) else [value]) if inner is not None]
+
+
+def _check_workload(config: Config) -> None:
+    w = config.workload
+    for key, name in (
+        ("strategy.name", config.strategy.name),
+        ("workload.name", w.name),
+        ("device.name", config.device.name),
+    ):
         if not name.strip() or set(name) & set("/\\\0") or name in (".", ".."):
             wrong = "is no name: folders are called by it"
             raise BadInput(key, repr(name), wrong, "give one without path separators, such as my_own")
     if not -(2**63) <= w.seed < 2**63:
         raise BadInput("workload.seed", w.seed, "has more than 64 bits", "give a smaller number")
-    _at_least("workload.global_batch_size", w.global_batch_size, 1)
-    _at_least("workload.seq_len", w.seq_len, 1)
-    _above_zero("workload.optimizer.lr", w.optimizer.lr)
-    _at_least("workload.optimizer.weight_decay", w.optimizer.weight_decay, 0)
-    _above_zero("workload.grad_clip_norm", w.grad_clip_norm)
-    _at_least("workload.scheduler.warmup_steps", w.scheduler.warmup_steps, 0)
-    _at_least("workload.scheduler.total_steps", w.scheduler.total_steps, 1)
     for group, node in (("model", w.model), ("data", w.data), ("loss", w.loss)):
         if "_target_" not in node:
-            raise BadInput(
-                f"workload.{group}._target_", None, "is missing", "give the import path of a class or function"
-            )
-
+            todo = "give the import path of a class or function"
+            raise BadInput(f"workload.{group}._target_", None, "is missing", todo)
     patterns = w.blocks if isinstance(w.blocks, list) else [w.blocks]
     if w.blocks is not None and not (patterns and all(isinstance(p, str) and p.strip() for p in patterns)):
         todo = "give a pattern such as layers.*, or a list of them"
         raise BadInput("workload.blocks", w.blocks, "is no pattern of module names", todo)
 
-    micro = s.micro_batch_size
-    _at_least("strategy.micro_batch_size", micro, 1)
-    if micro is not None and micro > w.global_batch_size:
-        raise BadInput(
-            "strategy.micro_batch_size",
-            micro,
-            f"is larger than the global batch of {w.global_batch_size} samples",
-            f"give 1 to {w.global_batch_size}, or raise workload.global_batch_size",
-        )
-    c, o = s.checkpoint, s.offload
-    _at_least("strategy.checkpoint.every_k", c.every_k, 1)
-    _at_least("strategy.checkpoint.segment_size", c.segment_size, 1)
-    if c.granularity is Granularity.parts and not c.parts:
-        raise BadInput(
-            "strategy.checkpoint.parts", [], "names no part of a block", "give patterns such as [attn] or [mlp]"
-        )
-    _at_least("strategy.offload.min_tensor_kib", o.min_tensor_kib, 0)
-    _at_least("strategy.offload.keep_last", o.keep_last, 0)
-    if o.placement is Placement.blocks and not o.blocks:
-        raise BadInput(
-            "strategy.offload.blocks", o.blocks, "names no block", "give first:N, every:K or a list such as 0,3,5"
-        )
 
-    for name in ("memory_mib", "min_samples_per_s", "max_eval_loss"):
-        _above_zero(f"budget.{name}", getattr(b, name))
-    for name in ("min_throughput_ratio", "max_eval_loss_ratio", "min_saving_mib"):
-        _at_least(f"budget.{name}", getattr(b, name), 0)
+def _check_strategy(config: Config) -> None:
+    s = config.strategy
+    if s.micro_batch_size is not None:
+        _within_batch(config, "strategy.micro_batch_size", s.micro_batch_size)
+    if s.checkpoint.granularity is Granularity.parts and not s.checkpoint.parts:
+        todo = "give patterns such as [attn] or [mlp]"
+        raise BadInput("strategy.checkpoint.parts", [], "names no part of a block", todo)
+    if s.offload.placement is Placement.blocks and not s.offload.blocks:
+        todo = "give first:N, every:K or a list such as 0,3,5"
+        raise BadInput("strategy.offload.blocks", s.offload.blocks, "names no block", todo)
 
-    if d.type not in ("auto", "cpu", "cuda"):
-        raise BadInput("device.type", d.type, "is not a kind of device", "give auto, cpu or cuda")
-    _above_zero("device.capacity_mib", d.capacity_mib)
-    _at_least("device.index", d.index, 0)
-    _at_least("device.cublas_workspace_mib", d.cublas_workspace_mib, 0)
-    if d.compute_capability is not None and not re.fullmatch(r"\d+\.\d+", str(d.compute_capability)):
-        raise BadInput("device.compute_capability", d.compute_capability, "is no version", "give one such as '8.9'")
-    for dtype, tflops in d.peak_tflops.items():
-        _above_zero(f"device.peak_tflops.{dtype}", tflops)
-    _at_least("device.context_mib", d.context_mib, 0)
-    for name in ("memory_bandwidth_gb_s", "link_bandwidth_gb_s"):
-        _above_zero(f"device.{name}", getattr(d, name))
-    _at_least("measure.warmup_steps", m.warmup_steps, 0)
-    _at_least("measure.steps", m.steps, 1)
-    _at_least("measure.repeats", m.repeats, 1)
-    _at_least("measure.seeds", m.seeds, 1)
-    _at_least("measure.eval_batches", m.eval_batches, 0)
-    if m.verify not in (True, False, "quick"):
-        raise BadInput("measure.verify", m.verify, "is no way to verify", "give true, false or quick")
-    _at_least("measure.verify_steps", m.verify_steps, 1)
-    _above_zero("measure.timeout_s", m.timeout_s)
-    _check_search(config.search, w.global_batch_size)
-    if config.mode is Mode.diagnose:
-        check_diagnosis(config)
+
+def _within_batch(config: Config, key: str, samples: int) -> None:
+    most = config.workload.global_batch_size
+    if samples > most:
+        todo = f"give 1 to {most}, or raise workload.global_batch_size"
+        raise BadInput(key, samples, f"is larger than the global batch of {most} samples", todo)
 
 
 def check_diagnosis(config: Config) -> None:
@@ -102,34 +155,3 @@ def check_diagnosis(config: Config) -> None:
         raise BadInput("strategy", name, wrong, "leave it out, or take mode=predict for this one")
     if config.explain:
         raise BadInput("explain", True, "mode=diagnose runs nothing that could be traced", "leave it out")
-
-
-def _check_search(s: SearchConf, global_batch_size: int) -> None:
-    _at_least("search.n_trials", s.n_trials, 1)
-    _above_zero("search.timeout_s", s.timeout_s)
-    _at_least("search.margin", s.margin, 0)
-    _at_least("search.plan_points", s.plan_points, 0)
-    _at_least("search.report_best", s.report_best, 1)
-    for key, least in (("micro_batch_sizes", 1), ("every_k", 1), ("first_blocks", 1), ("min_tensor_kib", 0)):
-        for value in getattr(s.space, key) or ():
-            _at_least(f"search.space.{key}", value, least)
-    for size in s.space.micro_batch_sizes or ():
-        if size > global_batch_size:
-            raise BadInput(
-                "search.space.micro_batch_sizes",
-                size,
-                f"is larger than the global batch of {global_batch_size} samples",
-                f"give 1 to {global_batch_size}",
-            )
-    if not s.space.placements:
-        raise BadInput("search.space.placements", "[]", "leaves nothing to choose", "give [none] for no offload")
-
-
-def _at_least(key: str, value: float | None, least: float) -> None:
-    if value is not None and not value >= least:
-        raise BadInput(key, value, f"is below {least}", f"give {least} or more")
-
-
-def _above_zero(key: str, value: float | None) -> None:
-    if value is not None and not 0 < value < math.inf:
-        raise BadInput(key, value, "is not above zero", "give a positive number")

@@ -1,26 +1,21 @@
 """The configuration: every field typed, with its unit and meaning beside it.
 
 Hydra composes the YAML files under conf/ into these dataclasses, which refuse unknown keys and wrong types.
-What depends on several fields at once is checked in schema_check.py; what depends on the model by
-`sweep.strategy.check_blocks`.
+Ranges, and what depends on several fields at once, are checked in check.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import typing
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
-from omegaconf import MISSING, DictConfig, OmegaConf
-
-from sweep.config.addresses import conceal
-from sweep.errors import BadInput
+from omegaconf import MISSING, OmegaConf
 
 # OmegaConf reads the annotations at run time and knows Optional/Union, hence no `X | None` in this file.
 # Members are lower case: OmegaConf matches enum values by member name.
@@ -260,36 +255,6 @@ class Config:
     mode: Mode = Mode.measure
     compare: bool = True  # run the baseline too, where the sweep leaves it out
     explain: bool = False  # profile the baseline and the preferred trial, and say where memory and time went
-
-
-def typed(cfg: Union[DictConfig, dict[str, Any]], *, whole: bool = True) -> Config:
-    """The composed config as dataclasses, interpolations resolved, checked for what depends on several fields.
-
-    whole: False for one that lacks the words that a search adds, so that nothing can be said of several fields yet.
-    """
-    node = cfg if isinstance(cfg, DictConfig) else OmegaConf.create(cfg)
-    _refuse_unknown(node, Config, "")
-    if OmegaConf.get_type(node) is not Config:
-        node = OmegaConf.merge(OmegaConf.structured(Config), node)  # type: ignore[assignment]
-    config = OmegaConf.to_object(node)
-    assert isinstance(config, Config)
-    from sweep.config.check import check  # it needs the classes of this file
-
-    if whole:
-        check(config)
-    if config.tracking.uri is not None:
-        config.tracking.uri = conceal(config.tracking.uri)
-    return config
-
-
-def _refuse_unknown(node: DictConfig, cls: Any, prefix: str) -> None:
-    """Hydra's + adds keys that no one reads. Raise BadInput for them, as for any other unknown key."""
-    hints = typing.get_type_hints(cls)
-    for key in map(str, node):
-        if key not in hints:
-            raise BadInput(f"{prefix}{key}", node._get_node(key), "there is no such key", "leave it out; see --help")
-        if dataclasses.is_dataclass(hints[key]) and not OmegaConf.is_missing(node, key) and node[key] is not None:
-            _refuse_unknown(node[key], hints[key], f"{prefix}{key}.")
 
 
 def plain(config: Any) -> Any:

@@ -30,7 +30,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from sweep.config.schema import CheckpointConf, Config, Granularity, Placement, StrategyConf, plain, typed
+from sweep.config.check import typed
+from sweep.config.schema import CheckpointConf, Config, Granularity, Placement, StrategyConf, plain
 from sweep.interrupts import end_with_parent
 from sweep.results import from_dict, to_dict, write_json
 from sweep.search.forecast import Forecast, signature

@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from sweep import interrupts
+from sweep.config.check import typed
 from sweep.config.device import resolve_device
 from sweep.config.schema import (
     CheckpointConf,
@@ -24,7 +25,6 @@ from sweep.config.schema import (
     Placement,
     SearchSpaceConf,
     StrategyConf,
-    typed,
 )
 from sweep.config.strategy_names import name_of, strategy_at
 from sweep.decide.verdict import Facts, deciding_peak_mib, memory_cap

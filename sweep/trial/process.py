@@ -20,7 +20,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from sweep.config.schema import Config, plain, typed
+from sweep.config.check import typed
+from sweep.config.schema import Config, plain
 from sweep.errors import BadInput
 from sweep.interrupts import end_with_parent
 from sweep.results import Outcome, Run, Trace, TrialResult, from_dict, read_trial, write_json

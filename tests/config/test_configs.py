@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from sweep.config.schema import Config, typed
+from sweep.config.check import typed
+from sweep.config.schema import Config
 from sweep.errors import BadInput
 
 CONF = Path(__file__).resolve().parents[2] / "conf"

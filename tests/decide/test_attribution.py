@@ -9,8 +9,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from small_workloads import config
 
+from sweep.config.check import typed
 from sweep.config.device import resolve_device
-from sweep.config.schema import typed
 from sweep.decide.causes import explain_comparison, explain_pair
 from sweep.results import TrialResult, read_trial
 from sweep.trial.trial import run_trial, save

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch import zeros as zeros_by_name
 
+from sweep.config.check import typed
 from sweep.config.device import cublas_workspace_mib, load_profile
-from sweep.config.schema import DeviceConf, plain, typed
+from sweep.config.schema import DeviceConf, plain
 from sweep.errors import CannotPredict
 from sweep.memory.cuda import CublasWorkspaces, caveats_of, cuda_workspaces, emulated_cuda
 from sweep.memory.cuda_attention import Backend, choose

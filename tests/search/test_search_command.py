@@ -35,7 +35,7 @@ SPACE = ["search.space.micro_batch_sizes=[2,4]", "search.space.placements=[none]
 def test_every_search_composes_with_every_sampler(search: str, sampler: str) -> None:
     from hydra import compose, initialize_config_dir
 
-    from sweep.config.schema import typed
+    from sweep.config.check import typed
     from sweep.search.hydra import without_hydra
     from sweep.search.study import Sampler
 

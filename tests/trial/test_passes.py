@@ -14,7 +14,8 @@ from hydra import compose, initialize_config_dir
 from torch import Tensor, nn
 
 import sweep.trial.predict
-from sweep.config.schema import Config, typed
+from sweep.config.check import typed
+from sweep.config.schema import Config
 from sweep.errors import BadInput, DeviceOutOfMemory
 from sweep.memory.ledger import Ledger
 from sweep.results import MIB, Prediction

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import sweep.trial.predict
-from sweep.config.schema import Config, typed
+from sweep.config.check import typed
+from sweep.config.schema import Config
 from sweep.errors import BadInput, CannotPredict
 from sweep.memory.ledger import Ledger
 from sweep.results import MIB, Peak
