@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 
 from sweep.config.schema import plain
-from sweep.environment import git_state, machine_facts, packages
+from sweep.environment import environment, git_state, packages
 from sweep.format import known
 from sweep.interrupts import whole
 from sweep.results import Measurement, TrialResult, write_json
@@ -112,7 +112,7 @@ def save_config(folder: Path, config: dict[str, Any]) -> None:
 def save_environment(folder: Path, known: dict[str, str]) -> None:
     """known: what only the trial's process can say, such as torch's CUDA version and the GPU's name."""
     inner = folder / "environment"
-    write_json({**machine_facts(), **known}, inner / "environment.json")
+    write_json({**environment(), **known}, inner / "environment.json")
     (inner / "packages.txt").write_text("\n".join(packages()) + "\n", encoding="utf-8")
 
 
