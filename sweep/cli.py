@@ -17,8 +17,15 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, RangeSweep, Sweep
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
 
 from sweep.config.addresses import ENVIRONMENT, conceal, conceal_in, conceal_word, without_secrets, words_of
 from sweep.config.check import check_diagnosis, typed
@@ -119,69 +126,52 @@ def _exit_code() -> int:
 
 
 def as_bad_input(error: BaseException) -> BadInput | None:
-    """The person's mistake behind an exception, ours or Hydra's, or None."""
-    seen: set[int] = set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
-        if isinstance(cause, BadInput):
-            return cause
-        cause = cause.__cause__ or cause.__context__
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
-    if isinstance(error, (HydraException, OmegaConfBaseException)):
-        return _from_hydra(error)
+    """The person's mistake behind an exception, ours, Hydra's or OmegaConf's, or None."""
+    chain = _chain(error)
+    ours = next((e for e in chain if isinstance(e, BadInput)), None)
+    if ours is not None:
+        return ours
+    # OmegaConf names the key in whatever it runs into.
+    node = next((e for e in chain if isinstance(e, OmegaConfBaseException) and e.full_key), None)
+    if (missing := next((e for e in chain if isinstance(e, MissingConfigException)), None)) is not None:
+        group, _, name = (missing.missing_cfg_file or "config").rpartition("/")
+        options = ", ".join(missing.options or ())
+        return BadInput(
+            group, name, "there is no such option", f"choose one of: {options}" if options else "see --help"
+        )
+    if node is not None:
+        return _from_omegaconf(node)
     if "Config group override must be a string" in str(error):
         nulls = [key for key, _, value in (word.partition("=") for word in sys.argv[1:]) if value in ("", "null")]
-        group = nulls[-1] if nulls else "command line"
-        return BadInput(group, None, "is no option of the group", "choose one; see --help")
-    if key := _full_key(str(error)):  # OmegaConf names the key in whatever it runs into
+        return BadInput(
+            nulls[-1] if nulls else "command line", None, "is no option of the group", "choose one; see --help"
+        )
+    if found := re.search(r"^\s+full_key: (\S+)", str(error), re.M):  # a builtin exception, worded by OmegaConf
+        key = found.group(1)
         return BadInput(key, _value_on_command_line(key), "cannot be set so", "see --help for what may be set")
-    return None
+    if not isinstance(error, HydraException):
+        return None
+    given, flat = " ".join(sys.argv[1:]), " ".join(str(error).split())
+    if any(isinstance(e, OverrideParseException) for e in chain):
+        return BadInput("command line", given, flat.split(" See ")[0], "quote the override, such as 'strategy=glob(*)'")
+    return BadInput("command line", given, flat[:300], "see --help")
 
 
-def _from_hydra(error: BaseException) -> BadInput:
-    """One line out of Hydra's and OmegaConf's own messages."""
-    from omegaconf.errors import OmegaConfBaseException
-
-    text = "\n".join(str(e) for e in _chain(error))
-    flat = " ".join(str(error).split())
-
-    if m := re.search(
-        r"Could not find '([\w./-]+)/([\w.-]+)'(?:.*?Available options in '[^']*':\s*(.*?))?(?:Config search path|$)",
-        text,
-        re.S,
-    ):
-        options = ", ".join((m.group(3) or "").split())
-        return BadInput(
-            m.group(1), m.group(2), "there is no such option", f"choose one of: {options}" if options else "see --help"
-        )
-    if m := re.search(r"[Mm]issing mandatory value: (\S+)", text):
-        key = _full_key(text) or m.group(1)
+def _from_omegaconf(error: OmegaConfBaseException) -> BadInput:
+    key = str(error.full_key)
+    value = _value_on_command_line(key)
+    if isinstance(error, MissingMandatoryValue):
         return BadInput(key, "???", "has to be given", f"add it, such as '+{key}={{_target_: my.module.Name}}'")
-    if (m := re.search(r"Could not override '([^']+)'", text)) and m.group(1) in _known_keys():
-        value = _value_on_command_line(m.group(1))
-        return BadInput(m.group(1), value, "has keys that are not there yet", f"write +{m.group(1)}=...")
-    if m := re.search(r"Could not override '([^']+)'", text):
-        return BadInput(m.group(1), _value_on_command_line(m.group(1)), "there is no such key", _near(m.group(1)))
-    if m := re.search(r"(?:Key|key) '([^']+)' (?:is )?not in '?(\w+)'?", text):
-        key = _full_key(text) or m.group(1)
-        return BadInput(key, _value_on_command_line(key), "there is no such key", _near(key))
-    if m := re.search(r"Could not append to config. An item is already at '([^']+)'", text):
-        return BadInput(m.group(1), _value_on_command_line(m.group(1)), "exists already", "leave out the +")
-    if key := _full_key(text):
-        outer = next((e for e in _chain(error) if isinstance(e, OmegaConfBaseException)), error)
-        wrong = str(outer).strip().splitlines()[0].rstrip(".")
-        return BadInput(key, _value_on_command_line(key), wrong, "give a value of that type; see --help")
-    if m := re.search(r"LexerNoViableAltException: (.*)|mismatched input|no viable alternative|extraneous input", text):
-        return BadInput(
-            "command line",
-            " ".join(sys.argv[1:]),
-            flat.split(" See ")[0],
-            "quote the override, such as 'strategy=glob(*)'",
+    if isinstance(error, (ConfigKeyError, ConfigAttributeError)):
+        outer = next(
+            (name for name in _known_keys() if key.startswith(f"{name}.") and _value_on_command_line(name) != "?"), ""
         )
-    return BadInput("command line", " ".join(sys.argv[1:]), flat[:300], "see --help")
+        if outer:  # a mapping given whole, with keys that only + adds
+            todo = f"write +{outer}=..."
+            return BadInput(outer, _value_on_command_line(outer), "has keys that are not there yet", todo)
+        return BadInput(key, value, "there is no such key", _near(key))
+    wrong = str(error.msg or error).strip().splitlines()[0].rstrip(".")
+    return BadInput(key, value, wrong, "give a value of that type; see --help")
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -191,11 +181,6 @@ def _chain(error: BaseException) -> list[BaseException]:
         chain.append(current)
         current = current.__cause__ or current.__context__
     return chain
-
-
-def _full_key(text: str) -> str | None:
-    match = re.search(r"full_key: (\S+)", text)
-    return match.group(1) if match else None
 
 
 def _value_on_command_line(key: str) -> str:
