@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sweep.format import mib
+from sweep.report import blocks
 from sweep.report.budgets import BudgetGrid, Survey, basis_lines, change_lines, heading, pair_grid, range_grid
 from sweep.report.content import ALWAYS, DETAIL, USEFUL, Block, Commands, Grid, Points, Text, answers, lead
 from sweep.report.data import Report, Section
@@ -188,3 +189,44 @@ def table(grid: BudgetGrid) -> str:
         f"| {' | '.join(line if number == 1 else [escape(cell) for cell in line])} |"
         for number, line in enumerate(lines)
     )
+
+
+# -- blocks -----------------------------------------------------------------------------------------------------------
+
+
+def render(shown: Sequence[blocks.Block], form: Form = FORMS[0]) -> str:
+    """Blocks as markdown, or as much of them as `form` says."""
+    return "\n\n".join(pieces(shown, form)) + "\n"
+
+
+def pieces(shown: Sequence[blocks.Block], form: Form = FORMS[0]) -> list[str]:
+    """What may be shown without what follows: a heading with what it begins, a table, a list or a paragraph each."""
+    found: list[str] = []
+    headings: list[str] = []
+    for block in blocks.without_empty([b for b in shown if b.rank <= form.rank and not isinstance(b, blocks.Picture)]):
+        if isinstance(block, blocks.Heading):
+            headings.append(f"{'#' * (block.level + 1)} {escape(block.text)}")
+        elif text := _of_block(block, form):
+            found.append("\n\n".join([*headings, text]))
+            headings = []
+    return found
+
+
+def _of_block(block: blocks.Block, form: Form) -> str:
+    if isinstance(block, blocks.Text):
+        return _bold(block.lead) + escape(form.cut(block.text), begins_line=not block.lead)
+    if isinstance(block, blocks.Points):
+        items = block.items[: form.max_rows] if block.per_trial else block.items
+        lines = [f"- {_bold(bold)}{escape(form.cut(text), begins_line=not bold)}" for bold, text in items]
+        return "\n".join([*([f"{_bold(block.title).strip()}\n"] if block.title else []), *lines])
+    if isinstance(block, blocks.Commands):
+        return "\n".join(f"- {escape(label)}: {code(line)}" for label, line in block.lines)
+    if isinstance(block, blocks.Table):
+        columns = [c for c in block.columns if c.rank <= form.rank]
+        table = [[escape(c.header) for c in columns], ["---" if c.words else "---:" for c in columns]]
+        for i in block.rows(form.max_rows):
+            cells = [escape(form.cut(c.cells[i])) for c in columns]
+            table.append([f"**{cells[0]}**", *cells[1:]] if i == block.strong else cells)
+        title = f"{_bold(block.title).strip()}\n\n" if block.title else ""
+        return title + "\n".join(f"| {' | '.join(line)} |" for line in table)
+    return ""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -15,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sweep.format import EVIDENCE_SHORT, NOT_KNOWN, count, error, known, loss, mib, ms, number, percent, ratio
+from sweep.report import blocks
 from sweep.report.budgets import BudgetGrid, Survey, basis_lines, change_lines, heading, pair_grid, range_grid
 from sweep.report.content import because, finding_lines
 from sweep.report.data import Predicted, Report, Row, Section
@@ -384,3 +386,77 @@ def single_line(result: TrialResult) -> str:
     if d is not None:
         parts.append(d.verdict)
     return f"{' | '.join(parts)} [{EVIDENCE_SHORT.get(result.evidence, result.evidence)}]"
+
+
+# -- blocks -----------------------------------------------------------------------------------------------------------
+
+#: The longest word of a table's cell that its column is made wide enough for, and characters between two columns.
+MOST_WORD, GAP = 24, 2
+STYLES = VERDICT_STYLES | {o.value: "red" for o in Outcome if o is not Outcome.ok}
+
+
+def print_blocks(shown: Sequence[blocks.Block], console: Console) -> None:
+    """Fits the console from 80 columns on; only commands are longer."""
+    out = Printer(console)
+    for block in blocks.without_empty(shown):
+        if isinstance(block, blocks.Heading):
+            out.heading(block.text)
+        elif isinstance(block, blocks.Text):
+            lead = (f"{block.lead} ", "bold") if block.lead else ""
+            out.line(Text.assemble(lead, block.text, style="dim" if block.quiet else ""))
+        elif isinstance(block, blocks.Points):
+            if block.title:
+                out.line(Text(block.title, style="bold"))
+            for bold, words in block.items:
+                out.line(Text.assemble((f"{bold} ", "bold") if bold else "", words), indent=2)
+        elif isinstance(block, blocks.Commands):
+            for label, line in block.lines:
+                out.line(Text.assemble((f"{label}: ", "dim"), line), indent=2, wrap=False)
+        elif isinstance(block, blocks.Table):
+            if block.title:
+                out.line()
+                out.line(Text(block.title, style="bold"))
+            for columns in _fitting(block.columns, console.width):
+                out.table(_rich_table(block, columns, out))
+            if block.strong is not None:
+                out.line(Text("*: preferred.", style="dim"))
+
+
+def _fitting(columns: list[blocks.Column], width: int) -> list[list[blocks.Column]]:
+    """One table, less columns where it is too wide; or several, each with the first column, where it still is."""
+    kept = list(columns)
+    for rank in (blocks.DETAIL, blocks.USEFUL):
+        if sum(_least(c) + GAP for c in kept) > width:
+            kept = [c for c in kept if c.rank < rank]
+    parts: list[list[blocks.Column]] = [[]]
+    for column in kept[1:]:
+        if parts[-1] and sum(_least(c) + GAP for c in [kept[0], *parts[-1], column]) > width:
+            parts.append([])
+        parts[-1].append(column)
+    return [[kept[0], *part] for part in parts]
+
+
+def _least(column: blocks.Column) -> int:
+    """Characters that a column needs: its longest number, or of words the longest."""
+    texts = [word for cell in column.cells for word in cell.split()] if column.words else column.cells
+    return max(min(max(map(len, texts), default=0), MOST_WORD), max(map(len, column.header.split()), default=0))
+
+
+def _rich_table(block: blocks.Table, columns: list[blocks.Column], out: Printer) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for column in columns:
+        header = column.header if column.words else "\n".join(textwrap.wrap(column.header, _least(column)))
+        table.add_column(
+            out.plain(header), justify="left" if column.words else "right", no_wrap=not column.words, overflow="fold"
+        )
+    bars = columns[-1].shares if len(columns) <= 4 else ()
+    if bars:
+        table.add_column("")
+    for i in block.rows():
+        cells = [Text(out.plain(c.cells[i]), style=STYLES.get(c.cells[i].strip("()"), "")) for c in columns]
+        if i == block.strong:
+            cells[0].append(" *")
+        if bars:
+            cells.append(Text(out.plain("█" * max(1, round(BAR * (bars[i] or 0.0))))))
+        table.add_row(*cells, style="bold" if i == block.strong else "")
+    return table
