@@ -55,7 +55,7 @@ class Column:
 
 @dataclass
 class Table:
-    """importance: of each row; the smallest are kept where not all fit. strong: the place of the row that stands out."""
+    """importance: of each row; the smallest are kept where not all fit. strong: the place of one that stands out."""
 
     columns: list[Column]
     title: str = ""
