@@ -115,7 +115,7 @@ class Trace:
     operators: int = 0  # per step, as the host called them
     micro_steps: int = 1
     files: list[str] = field(default_factory=list)  # beside result.json: trace, memory timeline, allocator snapshot
-    notes: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)  # what could not be recorded of these files, and the error
 
 
 #: The named ranges of a trace. "other" is the step's time outside of all.
@@ -273,6 +273,41 @@ class Peak:
     temporary_mib: dict[str, float] = field(default_factory=dict)  # the temporaries there, by the phase they came in
     #: What was alive at the highest point of each phase, by category.
     at_phase_peak_mib: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+#: Temporaries that are accounted for by themselves, by the phase that made them.
+TOLD_APART = {
+    "recompute": "recomputed",  # activations, computed again
+    "transfer": "brought_back",  # from host memory
+    "optimizer": "optimizer_temporary",
+}
+
+
+def part_of(category: str, phase: str) -> str:
+    """The part of an account that a piece of memory belongs to: its category, temporaries told apart."""
+    return TOLD_APART.get(phase, category) if category == Category.temporary.value else category
+
+
+@dataclass
+class Band:
+    """A phase without those inside of it, as a piece of a timeline's axis."""
+
+    phase: str
+    start: int  # position
+    stop: int
+
+
+@dataclass
+class Timeline:
+    """Device memory over one optimizer step. A position is one allocation or its end, in order: no time."""
+
+    events: int  # allocations and ends in the step
+    positions: list[int]  # some of them where there are too many; the highest point of each piece is kept
+    mib: dict[str, list[float]]  # by part (see `part_of`), parallel to `positions`
+    phases: list[Band]
+    peak_position: int
+    peak: Peak
+    evidence: str
 
 
 #: How caveats begin that leave no doubt about `fits`.

@@ -99,6 +99,9 @@ def trace_chosen(results: list[TrialResult], display: Display) -> Iterator[Trial
                 words = f"Warning: {result.name} could not be traced: {one_line(error)}"
                 display.console.print(words, markup=False, highlight=False)
                 continue
+        for what, why in result.trace.failed.items():
+            words = f"Warning: {what} of {result.name} is not whole: {why}"
+            display.console.print(words, markup=False, highlight=False)
         yield result
 
 

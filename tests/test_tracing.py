@@ -141,7 +141,7 @@ def test_a_sweep_with_explain_keeps_traces_in_folders_and_in_mlflow(tmp_path: Pa
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     for path in (tmp_path / "sweep").glob("*/result.json"):
         result = read_trial(path)
-        assert result.trace is not None and not result.trace.notes
+        assert result.trace is not None and not result.trace.failed
         assert all((path.parent / name).is_file() for name in result.trace.files)
         assert result.decision is not None and result.mlflow_run_id is not None
         assert {a.path for a in client.list_artifacts(result.mlflow_run_id)} >= FILES

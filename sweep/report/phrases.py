@@ -196,6 +196,20 @@ CATEGORY_WORDS = {
     Category.input.value: "inputs",
 }
 
+#: Of an account that tells temporaries apart, what lasts first (see sweep.results.part_of).
+PART_WORDS = {
+    Category.parameter.value: "parameters",
+    Category.buffer.value: "buffers",
+    Category.optimizer_state.value: "optimizer state",
+    Category.gradient.value: "gradients",
+    Category.input.value: "inputs",
+    Category.activation.value: "activations",
+    "recomputed": "recomputed activations",
+    "brought_back": "tensors brought back",
+    Category.temporary.value: "temporaries",
+    "optimizer_temporary": "optimizer temporaries",
+}
+
 
 def evidence_line(section: Section) -> str:
     """What the numbers of a section are, so that none is taken for more."""

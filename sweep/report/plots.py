@@ -18,13 +18,14 @@ from matplotlib.text import Annotation
 from matplotlib.transforms import Bbox
 
 from sweep.decide.budgets import MEMORY, THROUGHPUT_RATIO, Area, Axis, shown
+from sweep.decide.causes import moment
 from sweep.decide.statistics import Curves, curves
 from sweep.format import EVIDENCE_SHORT, count, mib, number
 from sweep.report.budgets import FLOORS, GATES, Survey
 from sweep.report.content import SMALL, change_of, signed
 from sweep.report.data import Report, Row, Section
-from sweep.report.phrases import CATEGORY_WORDS
-from sweep.results import Category, Change, Evidence, Part
+from sweep.report.phrases import CATEGORY_WORDS, PART_WORDS
+from sweep.results import Category, Change, Evidence, Part, Phase, Timeline
 
 #: Okabe and Ito's palette, which the colour-blind can tell apart.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
@@ -718,6 +719,70 @@ def _how(section: Section, row: Row) -> str:
     if row is section.preferred:
         return " (preferred)"
     return " (predicted)" if row.peak is None and not section.predicts else ""
+
+
+PART_COLOURS = CATEGORY_COLOURS | {
+    "recomputed": "#E69F00",
+    "brought_back": "#000000",
+    "optimizer_temporary": "#882255",
+}
+PHASE_COLOURS = {
+    Phase.data.value: "#F0E442",
+    Phase.forward.value: "#56B4E9",
+    Phase.backward.value: "#0072B2",
+    Phase.recompute.value: "#E69F00",
+    Phase.transfer.value: "#000000",
+    Phase.optimizer.value: "#009E73",
+}
+
+
+def draw_timeline(found: Timeline, name: str, path: Path) -> None:
+    on_cpu = found.evidence == Evidence.cpu.value
+    where = "emulated on a CPU" if on_cpu else "the ledger's account"
+    figure = over_a_step(found, f"{name}: memory over one optimizer step ({where})")
+    FigureCanvasAgg(figure).print_png(str(path))
+
+
+def over_a_step(found: Timeline, title: str) -> Figure:
+    """Memory over one step, stacked by part with what lasts at the bottom, the phases below it, and the peak marked."""
+    figure = Figure(figsize=(10, 5.2), dpi=120, layout="constrained")
+    axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(16, 1), gridspec_kw={"hspace": 0.02})
+    parts = [part for part in PART_WORDS if part in found.mib]
+    axes.stackplot(
+        found.positions,
+        [found.mib[part] for part in parts],
+        colors=[PART_COLOURS[part] for part in parts],
+        labels=[PART_WORDS[part] for part in parts],
+        step="post",
+        linewidth=0,
+    )
+    axes.plot([found.peak_position], [found.peak.mib], "v", color="black", markersize=6, clip_on=False)
+    left = found.peak_position < found.events / 2
+    axes.annotate(
+        f"peak {mib(found.peak.mib)}: {moment(found.peak)}",
+        (found.peak_position, found.peak.mib),
+        xytext=(8 if left else -8, 6),
+        textcoords="offset points",
+        ha="left" if left else "right",
+        fontsize=8,
+    )
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_ylabel("device memory, MiB")
+    axes.set_xlim(0, max(1, found.events))
+    axes.margins(y=0.12)
+    axes.set_ylim(bottom=0)
+    for band in found.phases:
+        below.axvspan(band.start, band.stop, color=PHASE_COLOURS.get(band.phase, "#999999"), linewidth=0)
+    below.set_yticks([])
+    below.spines[["top", "right", "left"]].set_visible(False)
+    below.set_xlabel(f"allocations and their ends, in order ({found.events} in one optimizer step)")
+    small = {"fontsize": 8, "frameon": False, "title_fontsize": 8, "alignment": "left"}
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", title="alive", **small)
+    phases = dict.fromkeys(band.phase for band in found.phases)
+    patches = [Patch(color=PHASE_COLOURS.get(phase, "#999999"), label=phase) for phase in phases]
+    figure.legend(handles=patches, loc="outside right lower", title="phase, below", **small)
+    return figure
 
 
 #: In reading order: name of the file, and what draws it.

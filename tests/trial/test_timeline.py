@@ -1,4 +1,4 @@
-"""The memory over a step: every event counts, and no peak is lost by leaving points out."""
+"""The memory over a step: every event counts, no peak is lost by leaving points out, and all of it is drawn."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from PIL import Image
 import sweep.trial.timeline as module
 from sweep.memory.ledger import Ledger
 from sweep.memory.log import NO_NODE
-from sweep.results import MIB, Category
-from sweep.trial.timeline import Band, Recorder, Timeline, timeline, write
+from sweep.report.plots import draw_timeline, over_a_step
+from sweep.results import MIB, Band, Category
+from sweep.trial.timeline import Recorder, timeline
 
 
 def recorded() -> tuple[Ledger, Recorder]:
@@ -45,19 +46,15 @@ def recorded() -> tuple[Ledger, Recorder]:
     return ledger, recorder
 
 
-def test_the_levels_after_each_event_by_part() -> None:
+def test_the_levels_after_each_event_by_part_and_the_phases_as_pieces_of_the_axis() -> None:
     found = timeline(*recorded(), "cpu")
     assert found.events == 6 and found.positions == list(range(7))
     assert found.mib == {
-        "parameters": [2.0] * 7,
-        "activations": [0.0, 3.0, 5.0, 3.0, 3.0, 0.0, 0.0],
-        "recomputed activations": [0.0, 0.0, 0.0, 0.0, 4.0, 4.0, 0.0],
+        "parameter": [2.0] * 7,
+        "activation": [0.0, 3.0, 5.0, 3.0, 3.0, 0.0, 0.0],
+        "recomputed": [0.0, 0.0, 0.0, 0.0, 4.0, 4.0, 0.0],
     }
     assert found.peak_position == 4 and found.peak.mib == 9.0 and found.peak.phase == "recompute"
-
-
-def test_phases_are_pieces_of_the_axis_without_those_inside_of_them() -> None:
-    found = timeline(*recorded(), "cpu")
     assert found.phases == [
         Band("forward", 0, 2),
         Band("backward", 2, 3),
@@ -66,29 +63,17 @@ def test_phases_are_pieces_of_the_axis_without_those_inside_of_them() -> None:
     ]
 
 
-def test_pieces_of_one_phase_that_follow_each_other_are_one() -> None:
-    ledger = Ledger()
-    recorder = Recorder(ledger)
-    recorder.begin()
-    for _ in range(3):
-        recorder.enter_phase("transfer")
-        ledger.log.add(512, Category.temporary, "transfer", "aten.copy_", "", NO_NODE)
-        recorder.leave_phase("transfer")
-    assert timeline(ledger, recorder, "cpu").phases == [Band("transfer", 0, 3)]
-
-
 def test_what_came_before_the_step_is_where_it_starts() -> None:
     ledger, recorder = recorded()
     recorder.begin()
     ledger.reset_peak()
     found = timeline(ledger, recorder, "cpu")
-    assert found.events == 0 and found.mib == {"parameters": [2.0]} and found.peak.mib == 2.0
+    assert found.events == 0 and found.mib == {"parameter": [2.0]} and found.peak.mib == 2.0
 
 
 def test_leaving_points_out_loses_neither_peaks_nor_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_POINTS", 40)
-    rng = np.random.default_rng(0)
-    total = rng.random(10_000)
+    total = np.random.default_rng(0).random(10_000)
     total[6789] = 5.0  # one event wide
     kept = module._kept(total)
     assert len(kept) <= 42 and {0, 6789, 9999} <= set(kept.tolist())
@@ -96,28 +81,28 @@ def test_leaving_points_out_loses_neither_peaks_nor_ends(monkeypatch: pytest.Mon
     assert total[kept].min() == total.min()
 
 
-def test_a_large_step_is_kept_small() -> None:
+def test_a_large_step_is_kept_small_and_pieces_of_one_phase_that_follow_each_other_are_one() -> None:
     ledger = Ledger()
     recorder = Recorder(ledger)
     recorder.begin()
-    recorder.enter_phase("forward")
     for i in range(30_000):
+        recorder.enter_phase("forward")
         id = ledger.log.add((1 + i % 7) * MIB, Category.temporary, "forward", "aten.mm", "", NO_NODE)
         ledger.log.end(id)
-    recorder.leave_phase("forward")
+        recorder.leave_phase("forward")
     found = timeline(ledger, recorder, "cpu")
     assert found.events == 60_000 and len(found.positions) <= module.MOST_POINTS + 2
-    assert max(found.mib["temporaries"]) == 7.0 == found.peak.mib
+    assert max(found.mib["temporary"]) == 7.0 == found.peak.mib
+    assert found.phases == [Band("forward", 0, 60_000)]
 
 
-def test_the_picture_and_the_data_are_written(tmp_path: Path) -> None:
-    found: Timeline = timeline(*recorded(), "cpu")
-    picture, data = write(found, tmp_path, "gpt_tiny, checkpoint")
-    assert [picture.name, data.name] == ["memory_timeline.png", "memory_timeline.json"]
-    with Image.open(picture) as image:
+def test_the_picture_shows_parts_phases_and_the_peak(tmp_path: Path) -> None:
+    found = timeline(*recorded(), "cpu")
+    draw_timeline(found, "gpt_tiny, checkpoint", tmp_path / "memory.png")
+    with Image.open(tmp_path / "memory.png") as image:
         assert image.size[0] > 800 and len(image.convert("RGB").getcolors(1_000_000)) > 20
-    figure = module.draw(found, "gpt_tiny, checkpoint")
-    texts = {t.get_text() for axes in figure.axes for t in axes.texts}
-    assert texts == {"peak 9.0 MiB: recomputation (mm of head)"}
+    figure = over_a_step(found, "gpt_tiny, checkpoint")
+    [text] = [t.get_text() for axes in figure.axes for t in axes.texts]
+    assert text.startswith("peak 9.0 MiB: ") and "mm of head" in text
     labels = {t.get_text() for legend in figure.legends for t in legend.get_texts()}
     assert labels == {"parameters", "activations", "recomputed activations", "forward", "backward", "recompute"}
