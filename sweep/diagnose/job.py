@@ -23,7 +23,8 @@ from sweep.interrupts import whole
 from sweep.report.content import Block, Commands, Grid, Points, Text
 from sweep.report.data import Row, shown_path
 from sweep.report.markdown import block_markdown, escape
-from sweep.report.phrases import CATEGORY_WORDS, largest_line, memory_shares, operator_words
+from sweep.report.notes import largest_line, memory_shares
+from sweep.report.phrases import CATEGORY_WORDS, operator_words
 from sweep.report.terminal import Printer, memory_table, report_console
 from sweep.results import Category, Decision, Evidence, Outcome, TrialResult, WhatIf, read_all, read_as, write_json
 from sweep.tracking.runs import (

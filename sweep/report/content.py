@@ -12,7 +12,7 @@ from sweep.config.strategy_names import Knobs
 from sweep.decide.verdict import UNDECIDED
 from sweep.format import EVIDENCE_SHORT, NOT_KNOWN, OUTCOME_WORDS, count, error, loss, mib, ms, number, percent
 from sweep.report.data import Row, Section, shown_path
-from sweep.report.phrases import (
+from sweep.report.notes import (
     change_cell,
     evidence_line,
     largest_line,
@@ -21,18 +21,17 @@ from sweep.report.phrases import (
     memory_shares,
     next_lines,
     noisy_words,
-    operator_words,
     prediction_summary,
     premise_lines,
     quality_cell,
     reasons_words,
     says,
     seeds_words,
-    sentence,
     spread,
     time_words,
     verdict_line,
 )
+from sweep.report.phrases import operator_words, sentence
 from sweep.results import RANGES, Category, Change, Drift, Evidence, Outcome
 
 #: How soon a block is left out where there is little room: never, before the essential, first.

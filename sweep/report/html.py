@@ -16,7 +16,7 @@ from sweep.format import EVIDENCE_SHORT, EVIDENCE_WORDS, NOT_KNOWN, loss, mib, m
 from sweep.report.content import Answer, Block, Commands, Grid, Picture, Points, answers, lead
 from sweep.report.data import Report, Row, Section
 from sweep.report.markdown import against_line, block_markdown
-from sweep.report.phrases import change_cell, interval_words, table_notes, verdict_line, where_to_look
+from sweep.report.notes import change_cell, interval_words, table_notes, verdict_line, where_to_look
 from sweep.results import Evidence
 
 STYLE = """

@@ -12,7 +12,8 @@ from sweep.report import blocks
 from sweep.report.budgets import BudgetGrid, Survey, basis_lines, change_lines, heading, pair_grid, range_grid
 from sweep.report.content import ALWAYS, DETAIL, USEFUL, Block, Commands, Grid, Points, Text, answers, lead
 from sweep.report.data import Report, Section
-from sweep.report.phrases import evidence_line, sentence, table_notes, where_to_look
+from sweep.report.notes import evidence_line, table_notes, where_to_look
+from sweep.report.phrases import sentence
 
 #: MLflow cuts tags, and a description is one, at 8000 characters.
 DESCRIPTION_LIMIT = 7900

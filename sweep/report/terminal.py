@@ -20,26 +20,25 @@ from sweep.report import blocks
 from sweep.report.budgets import BudgetGrid, Survey, basis_lines, change_lines, heading, pair_grid, range_grid
 from sweep.report.content import because, finding_lines
 from sweep.report.data import Predicted, Report, Row, Section
-from sweep.report.phrases import (
+from sweep.report.notes import (
     evidence_line,
     largest_line,
     memory_row,
     memory_shares,
     memory_title,
     next_lines,
-    operator_words,
     prediction_lines,
     premise_lines,
     quality_lines,
     reading_lines,
     reasons_words,
     says,
-    sentence,
     speed,
     spread,
     verdict_line,
     where_to_look,
 )
+from sweep.report.phrases import operator_words, sentence
 from sweep.results import Outcome, TrialResult, Verdict
 
 #: From this width on there is room for whole headers and every column.

@@ -31,7 +31,7 @@ from sweep.report import (
 from sweep.report import plots as report_plots
 from sweep.report.data import Report, build
 from sweep.report.html import html
-from sweep.report.phrases import largest_line, memory_row, memory_shares, mlflow_line
+from sweep.report.notes import largest_line, memory_row, memory_shares, mlflow_line
 from sweep.results import Holder, Peak, TrialResult, to_dict, write_json
 
 #: What the design promises of report.json; more may be there.

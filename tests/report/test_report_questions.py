@@ -17,7 +17,7 @@ from sweep.report import describe, markdown
 from sweep.report.content import answers, drift_words, strategy_words
 from sweep.report.data import Report, Section, build
 from sweep.report.markdown import escape
-from sweep.report.phrases import (
+from sweep.report.notes import (
     change_cell,
     interval_words,
     quality_cell,
