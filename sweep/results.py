@@ -183,7 +183,7 @@ class WhatIf:
     saved_mib: float  # against the trial it belongs to
     peak_phase: str
     peak_operator: str
-    words: str = ""  # what it is and what it pays with
+    change: str = ""  # which one it is: fused, sgd, ...
     reserved_saved_mib: float = 0.0
     phase_saved_mib: float = 0.0  # off the highest point of the phase in which the trial's peak lies
     fits: bool = True  # the device's capacity; True where none is known

@@ -20,6 +20,7 @@ from sweep.diagnose.facts import Advice, Diagnosis, Facts, Setting
 from sweep.diagnose.predict import Progress, diagnose
 from sweep.format import NOT_KNOWN, known, mib, number, percent
 from sweep.interrupts import whole
+from sweep.report import phrases
 from sweep.report.content import Block, Commands, Grid, Points, Text
 from sweep.report.data import Row, shown_path
 from sweep.report.markdown import block_markdown, escape
@@ -169,7 +170,9 @@ def change_words(facts: Facts, w: WhatIf) -> str:
     else:
         saves = f"{mib(w.allocated_mib)}, {mib(w.saved_mib)} less"
     fit = "" if not facts.limits.known else " (fits)" if fits(facts, w) else " (does not fit)"
-    return f"{saves}{fit}; {w.words}"
+    beside = changes_beside(facts)[1]
+    phase = facts.baseline.peak_phase if beside is None else beside.peak_phase
+    return f"{saves}{fit}; {phrases.change_words(w, phase)}"
 
 
 def not_applying(found: Diagnosis) -> list[Advice]:

@@ -31,7 +31,7 @@ from sweep.report.notes import (
     time_words,
     verdict_line,
 )
-from sweep.report.phrases import operator_words, sentence
+from sweep.report.phrases import change_words, operator_words, sentence
 from sweep.results import RANGES, Category, Change, Drift, Evidence, Outcome
 
 #: How soon a block is left out where there is little room: never, before the essential, first.
@@ -737,6 +737,7 @@ def _what_if(section: Section) -> list[Block]:
     ]
     header = ["for", "with", "predicted peak MiB", "less by MiB", "peak then in"]
     title = "What else would lower the peak (another workload, to be compared with its own baseline)"
-    told = dict.fromkeys((f"{what.override}:", sentence(what.words, first=False)) for _, what in found if what.words)
+    words = [(w, change_words(w, r.predicted.peak_phase)) for r, w in found if r.predicted is not None]
+    told = dict.fromkeys((f"{what.override}:", sentence(said, first=False)) for what, said in words if said)
     blocks: list[Block] = [Grid(header, rows, frozenset(["with", "peak then in"]), rank=USEFUL, title=title)]
     return [*blocks, Points(list(told), DETAIL)] if told else blocks

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from hydra.utils import get_class
+from omegaconf import OmegaConf
 
+from sweep.config.check import typed
 from sweep.config.device import resolve_device
-from sweep.config.schema import Attention, Config, DeviceConf, Dtype, Implementation, OptimizerName, WorkloadConf
-from sweep.format import mib
+from sweep.config.schema import Attention, Config, DeviceConf, Dtype, Implementation, OptimizerName, plain
 from sweep.results import Category, Peak, Phase, Prediction, WhatIf, lies_in_activations
 from sweep.strategy import micro_batch_size
 from sweep.trial.predict import predict
@@ -34,17 +35,31 @@ FRAGMENTED = 0.05
 DOMINATES = 0.2
 #: Temporaries of the optimizer's step that are worth a fused one, as a share of the peak.
 TEMPORARIES = 0.05
+STRATEGIES = Path(__file__).resolve().parents[2] / "conf" / "strategy"
 
 
 @dataclass(frozen=True)
 class _Change:
+    code: str
     override: str  # as typed
-    what: str
-    pays: str
-    config: Config
+    at_peak: bool = False  # it addresses what fills a peak that does not lie in the activations
+    follow: tuple[str, ...] = ()  # what interpolations of the composed config set with it
     same_data: bool = True
-    #: Whether it lowers what is alive at a peak that does not lie in the activations.
-    at: Callable[[Peak], bool] = lambda peak: False
+
+
+def config_at(config: Config, words: Sequence[str]) -> Config:
+    """A config with words of the command line applied: `strategy=NAME`, `KEY=VALUE`, `~KEY`. Raises as `typed` does."""
+    node = OmegaConf.create(plain(config) | {"mode": "predict"})
+    for word in words:
+        key, _, value = word.partition("=")
+        if key == "strategy":
+            node.strategy = OmegaConf.load(STRATEGIES / f"{value}.yaml")
+        elif key.startswith("~"):
+            parent, _, last = key[1:].rpartition(".")
+            del OmegaConf.select(node, parent)[last]
+        else:
+            node.merge_with_dotlist([word])
+    return typed(node)
 
 
 def what_if(
@@ -52,165 +67,91 @@ def what_if(
 ) -> list[WhatIf]:
     """Changes of the workload that lower the peak of `prediction`, which was made of `config`, largest saving first.
 
-    Only what applies and saves at least 1 % of the peak (expandable segments: of what is reserved).
+    Only what applies and saves at least 1 % of the peak (expandable segments: of what is reserved). A change that the
+    workload does not allow (a model that has no bfloat16, an optimizer of one's own) is left out.
 
     data: the workload's data source, where it has been built already.
     at_peak_only: for a trial in passing. Only changes that address what fills this peak, in the order of how little
         they change (a fused optimizer first), and no more than the first that helps; [] where the peak lies in the
         activations, which is what the strategies are for.
-
-    A change that the workload does not allow (a model that has no bfloat16, an optimizer of one's own) is left out.
     """
-    changes = _changes(config, prediction)
-    if at_peak_only:
-        peak = prediction.peak
-        if peak is None or lies_in_activations(peak):
-            return []
-        changes = (change for change in changes if change.at(peak))
-    found = []
-    for change in changes:
-        predicted = _predicted(change, data)
-        if predicted is None or not _saves(change, predicted, prediction):
+    peak, found = prediction.peak, []
+    if at_peak_only and (peak is None or lies_in_activations(peak)):
+        return []
+    for change in _changes(config, prediction):
+        if at_peak_only and not change.at_peak:
             continue
-        found.append(_found(change, predicted, prediction))
-        if at_peak_only:
-            break
+        effect = _effect(change, config, data, prediction)
+        if effect is not None:
+            found.append(effect)
+            if at_peak_only:
+                break
     return sorted(found, key=lambda w: -(w.saved_mib if w.saved_mib > 0 else w.reserved_saved_mib))
 
 
-def _predicted(change: _Change, data: DataSource | None) -> Prediction | None:
+def _effect(change: _Change, config: Config, data: DataSource | None, old: Prediction) -> WhatIf | None:
+    """What a change is predicted to save; None where that is too little, or it cannot be made."""
     try:
-        return predict(change.config, data if change.same_data else None)
-    except Exception as error:  # a change that this model or optimizer cannot take is no proposal, and no one's mistake
+        new = predict(config_at(config, [*change.override.split(), *change.follow]), data if change.same_data else None)
+    except Exception as error:  # what this model or optimizer cannot take is no proposal, and no one's mistake
         log.debug("%s cannot be predicted: %s", change.override, error)
         return None
-
-
-def _saves(change: _Change, new: Prediction, old: Prediction) -> bool:
-    if change.override.startswith("device."):
-        return old.reserved_mib - new.reserved_mib >= WORTH_A_LINE * old.reserved_mib
-    return old.allocated_mib - new.allocated_mib >= WORTH_A_LINE * old.allocated_mib
-
-
-def _found(change: _Change, new: Prediction, old: Prediction) -> WhatIf:
-    saved = old.allocated_mib - new.allocated_mib
-    in_phase = 0.0
-    if old.peak is not None and new.peak is not None:
-        in_phase = old.peak.phase_peaks_mib.get(old.peak_phase, 0.0) - new.peak.phase_peaks_mib.get(old.peak_phase, 0.0)
-    effect = ""
-    if new.peak_phase != old.peak_phase and in_phase - saved >= WORTH_A_LINE * old.allocated_mib:
-        # Otherwise the saving looks smaller than the change is, and why it is so small stays hidden.
-        where = "the optimizer's step" if old.peak_phase == Phase.optimizer.value else old.peak_phase
-        effect = f"; it takes {mib(in_phase)} off {where}, after which the peak lies in {new.peak_phase}"
+    saved, less_reserved = old.allocated_mib - new.allocated_mib, old.reserved_mib - new.reserved_mib
+    by_reserved = change.override.startswith("device.")
+    if (less_reserved / old.reserved_mib if by_reserved else saved / old.allocated_mib) < WORTH_A_LINE:
+        return None
+    before, after = (p.peak.phase_peaks_mib.get(old.peak_phase, 0.0) if p.peak else 0.0 for p in (old, new))
     return WhatIf(
+        change=change.code,
         override=change.override,
         allocated_mib=new.allocated_mib,
         reserved_mib=new.reserved_mib,
         saved_mib=saved,
         peak_phase=new.peak_phase,
         peak_operator=new.peak_operator,
-        words=f"{change.what}{effect}; pays with {change.pays}",
-        reserved_saved_mib=old.reserved_mib - new.reserved_mib,
-        phase_saved_mib=in_phase,
+        reserved_saved_mib=less_reserved,
+        phase_saved_mib=before - after,
         fits=new.fits,
     )
 
 
-# -- the changes, those that change the training least first ---------------------------------------------------------
-
-
 def _changes(config: Config, prediction: Prediction) -> Iterator[_Change]:
-    yield from _fused(config)
-    yield from _expandable(config, prediction)
-    yield from _fused_attention(config)
-    yield from _autocast(config)
-    yield from _less_state(config, prediction)
-    yield from _half_parameters(config)
-    yield from _smaller_batch(config)
-    yield from _shorter(config)
+    """Those that change the training least first."""
+    w, b = config.workload, config.workload.global_batch_size
+    peak = prediction.peak or Peak(0.0, "", "", "")
+    if _may_be_fused(config):
+        temporary = peak.at_peak_mib.get(Category.temporary.value, 0.0)
+        at_peak = peak.phase == Phase.optimizer.value and temporary >= TEMPORARIES * peak.mib
+        yield _Change("fused", f"workload.optimizer.implementation={Implementation.fused.name}", at_peak)
+    device, unused = resolve_device(config.device), prediction.reserved_mib - prediction.allocated_mib
+    if device.type == "cuda" and not device.alloc_conf and unused >= FRAGMENTED * prediction.reserved_mib:
+        yield _Change("expandable_segments", "device.alloc_conf=expandable_segments:True")
+    if str(w.model.get("attention")).rpartition(".")[2] == Attention.eager.name:
+        key = "workload.attention" if w.attention is Attention.eager else "workload.model.attention"
+        yield _Change("sdpa", f"{key}=sdpa", follow=("workload.attention=sdpa", "workload.model.attention=sdpa"))
+    if w.dtype is Dtype.fp32:
+        yield _Change("autocast", f"workload.dtype={'amp_bf16' if has_bf16(device) else 'amp_fp16'}")
+    yield from _less_state(config, peak)
+    if w.dtype in (Dtype.fp32, Dtype.amp_bf16) and has_bf16(device):
+        yield _Change("half_parameters", "workload.dtype=bf16", at_peak=True)
+    if b > 1 and micro_batch_size(config.strategy, b) == b:  # in parts, fewer samples change nothing at the peak
+        yield _Change("fewer_samples", f"workload.global_batch_size={b // 2}")
+    if w.seq_len is not None and w.seq_len > 1 and w.data.get("seq_len") == w.seq_len:  # else the data do not follow
+        half = w.seq_len // 2
+        longest = [f"workload.model.max_seq_len={half}"] if w.model.get("max_seq_len") == w.seq_len else []
+        follow = (f"workload.data.seq_len={half}", *longest)
+        yield _Change("shorter_samples", f"workload.seq_len={half}", follow=follow, same_data=False)
 
 
-def _fused(config: Config) -> Iterator[_Change]:
-    """Source of the temporaries: _multi_tensor_adamw in torch/optim/adamw.py makes lists as long as the parameters."""
+def _may_be_fused(config: Config) -> bool:
+    """Whether the optimizer could be fused and is not: else `foreach` makes lists as long as the parameters."""
     o = config.workload.optimizer
-    if o.implementation is Implementation.fused or o.kwargs.get("fused") or not _takes_fused(config.workload):
-        return
-    foreach = o.implementation is Implementation.foreach or (
-        o.implementation is Implementation.auto and resolve_device(config.device).type == "cuda"
-    )
-    as_now = "foreach takes temporaries as large as the parameters" if foreach else "a loop takes some for each tensor"
-    if o.implementation is Implementation.auto:
-        as_now += ", and is the default here"
-    yield _Change(
-        "workload.optimizer.implementation=fused",
-        f"the fused optimizer updates in one kernel, without temporaries ({as_now})",
-        "nothing in time or memory; it rounds differently, so compare the losses",
-        _with(config, optimizer=replace(o, implementation=Implementation.fused)),
-        at=lambda peak: (
-            peak.phase == Phase.optimizer.value
-            and peak.at_peak_mib.get(Category.temporary.value, 0.0) >= TEMPORARIES * peak.mib
-        ),
-    )
-
-
-def _takes_fused(w: WorkloadConf) -> bool:
-    if w.optimizer.target is None:
-        return True
-    try:
-        return "fused" in inspect.signature(get_class(w.optimizer.target)).parameters
-    except Exception:
+    if o.implementation is Implementation.fused or o.kwargs.get("fused"):
         return False
-
-
-def _expandable(config: Config, prediction: Prediction) -> Iterator[_Change]:
-    device = resolve_device(config.device)
-    unused = prediction.reserved_mib - prediction.allocated_mib
-    if device.type != "cuda" or device.alloc_conf or unused < FRAGMENTED * prediction.reserved_mib:
-        return
-    yield _Change(
-        "device.alloc_conf=expandable_segments:True",
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment lets the allocator grow its segments "
-        "instead of leaving holes; it lowers what is reserved, not what is allocated",
-        "nothing in what is computed; drivers on Linux only",
-        replace(config, device=replace(device, alloc_conf="expandable_segments:True")),
-    )
-
-
-def _fused_attention(config: Config) -> Iterator[_Change]:
-    w = config.workload
-    if _plain(w.model.get("attention")) != Attention.eager.value:
-        return
-    key = "workload.attention" if w.attention is Attention.eager else "workload.model.attention"
-    yield _Change(
-        f"{key}=sdpa",
-        "scaled_dot_product_attention does not store the probabilities where there is a kernel for it",
-        "nothing in time; it rounds differently",
-        _with(config, attention=Attention.sdpa, model=w.model | {"attention": Attention.sdpa}),
-    )
-
-
-def _autocast(config: Config) -> Iterator[_Change]:
-    if config.workload.dtype is not Dtype.fp32:
-        return
-    dtype = Dtype.amp_bf16 if has_bf16(config.device) else Dtype.amp_fp16
-    yield _Change(
-        f"workload.dtype={dtype.name}",
-        "forward and loss under autocast: activations in 16 bits, parameters and their updates stay in 32",
-        "coarser activations and gradients, so compare the losses",
-        _with(config, dtype=dtype),
-    )
-
-
-def _half_parameters(config: Config) -> Iterator[_Change]:
-    if config.workload.dtype not in (Dtype.fp32, Dtype.amp_bf16) or not has_bf16(config.device):
-        return
-    yield _Change(
-        "workload.dtype=bf16",
-        "parameters, gradients and optimizer state in 16 bits, too",
-        "updates that are rounded to 8 bits of mantissa, small ones to nothing: the losses may suffer",
-        _with(config, dtype=Dtype.bf16),
-        at=lambda peak: not lies_in_activations(peak),
-    )
+    try:
+        return o.target is None or "fused" in inspect.signature(get_class(o.target)).parameters
+    except Exception:  # a function, or a class that cannot be imported here
+        return False
 
 
 def has_bf16(conf: DeviceConf) -> bool:
@@ -221,64 +162,16 @@ def has_bf16(conf: DeviceConf) -> bool:
     return int(str(device.compute_capability).split(".")[0]) >= 8
 
 
-def _less_state(config: Config, prediction: Prediction) -> Iterator[_Change]:
+def _less_state(config: Config, peak: Peak) -> Iterator[_Change]:
     """Adam keeps two moments of every parameter, SGD one with momentum and none without."""
-    o = config.workload.optimizer
-    peak = prediction.peak
-    state = 0.0 if peak is None else peak.at_peak_mib.get(Category.optimizer_state.value, 0.0)
-    if o.target is not None or peak is None or state < DOMINATES * peak.mib:
+    o, state = config.workload.optimizer, peak.at_peak_mib.get(Category.optimizer_state.value, 0.0)
+    if o.target is not None or not peak.mib or state < DOMINATES * peak.mib:
         return
     if o.name is OptimizerName.sgd:
-        gone = [k for k in o.kwargs if k in ("momentum", "nesterov", "dampening")]
-        words = [f"~workload.optimizer.kwargs.{k}" for k in gone]
-        what, so = "SGD without momentum keeps no state", "the learning rate has to be found anew"
-    else:
-        accepted = inspect.signature(torch.optim.SGD).parameters
-        gone = [k for k in o.kwargs if k not in accepted]
-        words = ["workload.optimizer.name=sgd", *(f"~workload.optimizer.kwargs.{k}" for k in gone)]
-        what, so = "SGD keeps no moments of the parameters", "many models need Adam's, and the learning rate changes"
-    kwargs = {k: v for k, v in o.kwargs.items() if k not in gone}
-    yield _Change(
-        " ".join(words),
-        what,
-        f"another course of training: {so}",
-        _with(config, optimizer=replace(o, name=OptimizerName.sgd, kwargs=kwargs)),
-        at=lambda peak: True,
-    )
-
-
-def _smaller_batch(config: Config) -> Iterator[_Change]:
-    b = config.workload.global_batch_size
-    half = b // 2
-    if half < 1 or micro_batch_size(config.strategy, b) < b:
-        return  # where the batch is computed in parts, a smaller one changes nothing at the peak
-    yield _Change(
-        f"workload.global_batch_size={half}",
-        f"{half} samples an update instead of {b}",
-        "noisier gradients, more updates and another learning rate; strategy=micro_batch computes as few at once and "
-        "keeps the update",
-        _with(config, global_batch_size=half),
-    )
-
-
-def _shorter(config: Config) -> Iterator[_Change]:
-    w = config.workload
-    if w.seq_len is None or w.seq_len < 2 or w.data.get("seq_len") != w.seq_len:
-        return  # the data do not follow the config
-    half = w.seq_len // 2
-    model = w.model | ({"max_seq_len": half} if w.model.get("max_seq_len") == w.seq_len else {})
-    yield _Change(
-        f"workload.seq_len={half}",
-        f"sequences of {half} instead of {w.seq_len} tokens",
-        "half of the context and of the tokens an update: another task",
-        _with(config, seq_len=half, data=w.data | {"seq_len": half}, model=model),
-        same_data=False,
-    )
-
-
-def _with(config: Config, **changes: Any) -> Config:
-    return replace(config, workload=replace(config.workload, **changes))
-
-
-def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, Attention) else value
+        words = [f"~workload.optimizer.kwargs.{k}" for k in o.kwargs if k in ("momentum", "nesterov", "dampening")]
+        if words:
+            yield _Change("no_momentum", " ".join(words), at_peak=True)
+        return
+    accepted = inspect.signature(torch.optim.SGD).parameters
+    gone = [f"~workload.optimizer.kwargs.{k}" for k in o.kwargs if k not in accepted]
+    yield _Change("sgd", " ".join(["workload.optimizer.name=sgd", *gone]), at_peak=True)

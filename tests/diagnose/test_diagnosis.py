@@ -40,8 +40,8 @@ WORDS = {
     MICRO_CHECKPOINT: ["strategy=checkpoint", "strategy.micro_batch_size=1"],
     ALL: ["strategy=hybrid", "strategy.micro_batch_size=1"],
 }
-FUSED = WhatIf("workload.optimizer.implementation=fused", 850.0, 850.0, 150.0, "backward", "aten.mm", "fused; pays")
-SGD = WhatIf("workload.optimizer.name=sgd", 500.0, 500.0, 500.0, "backward", "aten.mm", "no moments; pays")
+FUSED = WhatIf("workload.optimizer.implementation=fused", 850.0, 850.0, 150.0, "backward", "aten.mm", "fused")
+SGD = WhatIf("workload.optimizer.name=sgd", 500.0, 500.0, 500.0, "backward", "aten.mm", "sgd")
 
 
 def floor(mib: float = 200.0) -> Floor:

@@ -227,10 +227,10 @@ def test_what_else_would_lower_the_peak_is_no_candidate() -> None:
     results = predicted()
     override = "workload.optimizer.implementation=fused"
     assert results[2].prediction is not None
-    results[2].prediction.what_if = [WhatIf(override, 100.0, 104.0, 45.5, "backward", "aten.mm", "no temporaries")]
+    results[2].prediction.what_if = [WhatIf(override, 100.0, 104.0, 45.5, "backward", "aten.mm", "fused")]
     words = asked(markdown(build(results, BudgetConf(), 400.0, Path())))["What next?"]
     assert f"| checkpoint | {override} | 100.0 | 45.5 | backward |" in words
-    assert f"- **{override}:** no temporaries." in words
+    assert f"- **{override}:** the fused optimizer updates in one kernel" in words
     assert "another workload" in words
 
 
