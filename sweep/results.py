@@ -123,6 +123,18 @@ RANGES = ("data", "forward", "backward", "recompute", "copy to host", "copy from
 
 
 @dataclass
+class Finding:
+    """Something that was found: a code, its numbers (units in their names) and what it names (trials, modules, ...).
+
+    Worded in sweep.report.phrases.
+    """
+
+    code: str
+    numbers: dict[str, float] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
 class Part:
     """One term of a change."""
 

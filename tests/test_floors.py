@@ -33,7 +33,7 @@ YET_ROOMS = {
     ("session", "search"), ("config", "memory"), ("strategy", "trial"),
 }  # fmt: skip
 YET_CYCLES = True
-YET_HOMES = {("config", "torch"), ("diagnose", "mlflow"), ("search", "matplotlib")}
+YET_HOMES = {("config", "torch"), ("search", "matplotlib")}
 
 
 def modules() -> dict[str, Path]:

@@ -6,14 +6,10 @@ from them is decided in sweep.diagnose.advice, without torch. Sizes are MiB; eve
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field
 
-from sweep.results import (
-    Category,
-    Evidence,
-    Prediction,
-    WhatIf,
-)
+from sweep.results import Evidence, Finding, Prediction, WhatIf
 
 #: Peaks that differ by no more than this share are alike.
 ALIKE = 1e-3
@@ -26,9 +22,6 @@ HYBRID, MICRO_CHECKPOINT, ALL = "hybrid", "micro_batch+checkpoint", "micro_batch
 DIRECTIONS = (MICRO, SELECTIVE, CHECKPOINT, OFFLOAD, HYBRID, MICRO_CHECKPOINT, ALL)
 #: Those that are more than one strategy at once.
 TOGETHER = (HYBRID, MICRO_CHECKPOINT, ALL)
-
-#: What lasts all through a step whatever the strategy.
-LASTING = (Category.parameter, Category.buffer, Category.gradient, Category.optimizer_state)
 
 
 @dataclass
@@ -47,23 +40,8 @@ class Limits:
 
     def room_mib(self, allocated_mib: float, reserved_mib: float) -> float | None:
         """What is left of the tighter limit; negative: short by so much. None: no limit is known."""
-        rooms = []
-        if self.budget_mib is not None:
-            rooms.append(self.budget_mib - allocated_mib)
-        if self.device_mib is not None:
-            rooms.append(self.device_mib - reserved_mib)
-        return min(rooms, default=None)
-
-
-@dataclass
-class Floor:
-    """What a step takes at the highest point of the optimizer's part, where no strategy changes anything."""
-
-    mib: float  # the sum of the categories
-    by_category_mib: dict[str, float]
-    operator: str = ""  # where a prediction had its peak there
-    how: str = ""
-    room_mib: float | None = None  # under the limits, the reserved memory taken to be no more than this
+        rooms = [] if self.budget_mib is None else [self.budget_mib - allocated_mib]
+        return min(rooms if self.device_mib is None else [*rooms, self.device_mib - reserved_mib], default=None)
 
 
 @dataclass
@@ -71,14 +49,13 @@ class Setting:
     """One strategy as predicted, or why it does not apply."""
 
     direction: str
-    words: list[str]  # as typed: strategy=checkpoint strategy.checkpoint.every_k=2
-    name: str = ""  # in words
-    why_not: str = ""  # not empty: it does not apply, and nothing below is known
+    overrides: list[str]  # as typed: strategy=checkpoint strategy.checkpoint.every_k=2
+    name: str = ""  # see sweep.config.strategy_names
+    refused: Finding | None = None  # it does not apply, and nothing below is known
     allocated_mib: float = 0.0
     reserved_mib: float = 0.0
     saved_mib: float = 0.0  # against the baseline's allocated peak
     peak_phase: str = ""
-    peak_operator: str = ""
     fits: bool = True  # all limits that are known
     room_mib: float | None = None
     micro_batch_size: int = 1
@@ -90,41 +67,31 @@ class Setting:
 
 
 @dataclass
-class Gates:
-    """What a budget asks beside memory. None: not asked."""
-
-    min_throughput_ratio: float | None = None
-    min_samples_per_s: float | None = None
-    max_eval_loss_ratio: float | None = None
-    max_eval_loss: float | None = None
-    min_saving_mib: float | None = None
-
-
-@dataclass
 class Facts:
     """Everything that is decided from."""
 
-    workload: str
-    device: str
     baseline: Prediction
     limits: Limits
-    floor: Floor
+    #: At the highest point of the optimizer's step, by category: all of it stays, whatever the strategy.
+    floor: dict[str, float]
     extremes: list[Setting] = field(default_factory=list)  # the most that each direction could save
     mildest: list[Setting] = field(default_factory=list)  # in a direction, the setting that changes least and fits
     what_if: list[WhatIf] = field(default_factory=list)  # for the baseline
     what_if_lowest: list[WhatIf] = field(default_factory=list)  # for the lowest of the extremes
-    gates: Gates = field(default_factory=Gates)
+    gates: dict[str, float] = field(default_factory=dict)  # what the budget asks beside memory, by its key
     global_batch_size: int = 1
     blocks: int = 0
-    parameters: int | None = None
     here: bool = True  # whether this machine has the device
     host_free_mib: float | None = None  # memory of the host that has the device; None: not known
     compute_ms: float | None = None  # theoretical: FLOPs of the baseline's step at the device's peak rate
-    words: list[str] = field(default_factory=list)  # of the command line, without mode and strategy
+
+    @property
+    def known(self) -> list[Setting]:
+        """The extremes that apply."""
+        return [s for s in self.extremes if s.refused is None]
 
     def extreme(self, direction: str) -> Setting | None:
-        """The extreme of a direction, where it applies."""
-        return next((s for s in self.extremes if s.direction == direction and not s.why_not), None)
+        return next((s for s in self.known if s.direction == direction), None)
 
     def mild(self, direction: str) -> Setting | None:
         return next((s for s in self.mildest if s.direction == direction), None)
@@ -136,6 +103,15 @@ class Facts:
     @property
     def peak_mib(self) -> float:
         return self.baseline.allocated_mib
+
+    @property
+    def floor_mib(self) -> float:
+        return sum(self.floor.values())
+
+    @property
+    def floor_room_mib(self) -> float | None:
+        """The reserved memory is taken to be no more than the floor."""
+        return self.limits.room_mib(self.floor_mib, self.floor_mib)
 
     @property
     def room_mib(self) -> float | None:
@@ -150,24 +126,19 @@ class Facts:
     @property
     def lowest(self) -> Setting | None:
         """The extreme with the lowest peak; of those within a per mille of it, the one that changes least."""
-        known = [s for s in self.extremes if not s.why_not]
-        least = min((s.allocated_mib for s in known), default=0.0)
-        return next((s for s in known if s.allocated_mib <= (1 + ALIKE) * least), None)
+        least = min((s.allocated_mib for s in self.known), default=0.0)
+        return next((s for s in self.known if s.allocated_mib <= (1 + ALIKE) * least), None)
 
 
 @dataclass
-class Advice:
-    """One row of the order in which to try."""
+class Row:
+    """One row of the order in which to try. When it is meant, what to watch and not to conclude follows from `row`."""
 
     row: str  # keep | micro_batch | checkpoint | offload | hybrid | one_at_a_time | other
-    title: str
-    when: str  # what it is for
     applies: bool
-    why: str  # why it applies or does not, with numbers
-    words: list[str] = field(default_factory=list)  # of the command to type, beside Facts.words
+    because: list[Finding]  # why it applies or does not
+    overrides: list[str] = field(default_factory=list)  # to type behind the diagnosis' own words
     setting: Setting | None = None  # what that command is predicted to take
-    watch: str = ""
-    not_conclude: str = ""
     cost: float | None = None  # theoretical time that it adds, as a share of the step's; None: not known
 
 
@@ -176,23 +147,26 @@ class Diagnosis:
     """The answer, and what it was made from."""
 
     answer: str  # yes | no | in part | not known
-    sentence: str  # the answer in words
-    fit: list[str]  # whether the baseline fits, in words
-    facts: Facts | None  # None: the baseline cannot be predicted
-    order: list[Advice] = field(default_factory=list)  # those that apply first, in the order in which to try
-    feasible: bool = True  # something fits under the limits, or no limit is known
-    notes: list[str] = field(default_factory=list)
+    because: Finding | None = None
+    facts: Facts | None = None  # None: the baseline cannot be predicted
+    order: list[Row] = field(default_factory=list)  # those that apply first, in the order in which to try
+    feasible: bool = False  # something fits under the limits, or no limit is known
     workload: str = ""
     device: str = ""
     evidence: str = Evidence.predicted.value
     error: str = ""  # why the baseline cannot be predicted
-    command: str = ""  # repeats it
+    overrides: list[str] = field(default_factory=list)  # of the command line
     started_at: str = ""  # ISO 8601, UTC
     seconds: float = 0.0
     folder: str = ""
     mlflow_run_id: str | None = None
 
     @property
-    def first(self) -> Advice | None:
+    def command(self) -> str:
+        """Repeats it."""
+        return shlex.join(["python", "train.py", *self.overrides])
+
+    @property
+    def first(self) -> Row | None:
         """The first row that applies."""
         return next((a for a in self.order if a.applies), None)

@@ -74,6 +74,7 @@ __all__ = [
     "initialise",
     "open_sweep",
     "reconcile",
+    "record",
     "record_again",
     "start_trial",
     "store_location",
@@ -193,6 +194,37 @@ def record_again(store: Store, parent_run_id: str | None, result: TrialResult) -
         run_id = had[0].info.run_id if had else None
     with TrialRun(store, parent_run_id, result, system_metrics=False, run_id=run_id) as run:
         run.log(result)
+
+
+@whole()
+def record(
+    store: Store,
+    name: str,
+    tags: dict[str, str],
+    metrics: dict[str, float],
+    config: dict[str, Any],
+    markdown: str,
+    files: Sequence[Path],
+) -> str | None:
+    """Record what was made already as a run of its own: `markdown` describes it. Returns the run's id.
+
+    None where the store failed, which costs a warning.
+    """
+    run_id: str | None = None
+    with best_effort(name):
+        described = {**process_tags(store), **{k: v for k, v in tags.items() if v}, NOTE: cut_markdown(markdown)}
+        run = client(store.uri).create_run(experiment_id(store), tags=cut_tags(described), run_name=name)
+        run_id = run.info.run_id
+        opened(store, run_id)
+        write(store, run_id, [(key, value, 0) for key, value in metrics.items()], params_of(config))
+    if run_id is not None:
+        with best_effort(f"the artifacts of {name}"), tempfile.TemporaryDirectory() as folder:
+            save_config(Path(folder), config)
+            save_environment(Path(folder), {})
+            client(store.uri).log_artifacts(run_id, folder)
+            write_files(store, run_id, files)
+        end(store, run_id, "FAILED" if tags.get("error") else "FINISHED")
+    return run_id
 
 
 class TrialRun:

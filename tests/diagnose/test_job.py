@@ -41,13 +41,13 @@ def test_one_workload_and_the_command_that_it_gives(tmp_path: Path) -> None:
     assert {"diagnosis.json", "diagnosis.md"} <= files
     assert not {"result.json", "report.json", "baseline"} & files, "no trial is run and nothing is compared"
     found = json.loads((tmp_path / "run" / "diagnosis.json").read_text())
-    assert found["command"].startswith("python train.py mode=diagnose workload.model.layers=3")
+    assert found["overrides"][:2] == ["mode=diagnose", "workload.model.layers=3"]
     [run] = runs(tmp_path)
     assert run.info.status == "FINISHED" and run.info.run_id == found["mlflow_run_id"]
     assert run.data.tags["kind"] == "diagnosis"
     # What it says to type first can be typed, and takes what was predicted.
-    command = next(line.strip() for line in said.splitlines() if line.strip().startswith("python train.py"))
-    words = [w for w in shlex.split(command)[2:] if not w.startswith("tracking.uri=")]
+    command = next(line.strip() for line in said.splitlines() if line.strip().startswith("type: python train.py"))
+    words = [w for w in shlex.split(command)[3:] if not w.startswith("tracking.uri=")]
     again = train(tmp_path, *words, "mode=predict", "compare=false")
     first = next(a for a in found["order"] if a["applies"])
     assert f"{first['setting']['allocated_mib']:.1f} MiB" in again
@@ -66,7 +66,7 @@ def test_several_workloads_and_nothing_that_fits(tmp_path: Path) -> None:
     )
     assert said.count("diagnosis of the baseline") == 2
     assert said.index("gpt_tiny on rtx_4090") < said.index("vit_digits on rtx_4090")
-    assert said.count("Even the floor does not fit") == 2
+    assert said.count("No strategy here brings it under the cap") == 2
     assert {run.data.tags["workload"] for run in runs(tmp_path)} == {"gpt_tiny", "vit_digits"}
     assert {run.data.tags["feasible"] for run in runs(tmp_path)} == {"false"}
 
@@ -84,9 +84,9 @@ def test_the_published_comparison_is_explained(tmp_path: Path) -> None:
         "budget.memory_mib=9000",
         check=3,
     )
-    assert "In part: activations are 33 %" in said and "Even the floor does not fit" in said
+    assert "In part: activations are 33 %" in said and "No strategy here brings it under the cap" in said
     facts = json.loads((tmp_path / "run" / "diagnosis.json").read_text())["facts"]
-    extremes = [s for s in facts["extremes"] if not s["why_not"]]
+    extremes = [s for s in facts["extremes"] if s["refused"] is None]
     assert {s["peak_phase"] for s in extremes} == {"optimizer"}
     assert all(abs(s["allocated_mib"] - 9450) < 20 for s in extremes)
     fused = next(w for w in facts["what_if_lowest"] if w["override"].endswith("=fused"))
