@@ -1,9 +1,10 @@
-"""What a run was made with: the project's commit, this machine and its packages. Imports neither torch nor MLflow."""
+"""What a run was made with: the project's commit, machine, packages, process. Imports neither torch nor MLflow."""
 
 from __future__ import annotations
 
 import os
 import platform
+import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -65,3 +66,22 @@ def packages() -> tuple[str, ...]:
     """Installed packages as pip would pin them, in order of name."""
     found = {f"{dist.name}=={dist.version}" for dist in metadata.distributions() if dist.metadata["Name"]}
     return tuple(sorted(found, key=str.lower))
+
+
+def own_process() -> str:
+    """This process as host:number:start, recognisable after a reboot and when its number has become another's."""
+    return f"{socket.gethostname()}:{os.getpid()}:{psutil.Process().create_time():.2f}"
+
+
+def has_ended(process: str) -> bool:
+    """Whether the process of that name (see `own_process`) is gone. One on another host, or of no such name, is not."""
+    try:
+        host, number, started = process.rsplit(":", 2)
+        if host != socket.gethostname():
+            return False
+        found = psutil.Process(int(number))
+        return found.status() == psutil.STATUS_ZOMBIE or abs(found.create_time() - float(started)) > 1.0
+    except psutil.NoSuchProcess:
+        return True
+    except (psutil.Error, ValueError):
+        return False

@@ -33,7 +33,7 @@ from sweep.errors import EXIT_NOTHING_FEASIBLE, EXIT_OK, BadInput, DoesNotFit
 from sweep.interrupts import whole
 from sweep.progress import Display
 from sweep.repeats import in_own_process, repeat_in_turn
-from sweep.report import Report, print_report, report_console, single_line, write_report
+from sweep.report import Report, phrases, print_report, report_console, single_line, write_report
 from sweep.report import describe as describe_report
 from sweep.report.data import STATE
 from sweep.results import Comparison, Evidence, Outcome, Prediction, Trace, TrialResult, read_trials, write_json
@@ -458,7 +458,8 @@ class Session:
                 result.decision = decision
                 self._save(result)
                 if self._store is not None:
-                    tracking.update_decision(self._store, result.mlflow_run_id, result, files=files_of(result))
+                    said = phrases.said(result, decision, comparison, group.results)
+                    tracking.update_decision(self._store, result.mlflow_run_id, result, files_of(result), said)
         return comparisons
 
     def _save(self, result: TrialResult) -> None:

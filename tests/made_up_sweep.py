@@ -15,7 +15,7 @@ import made_up
 
 from sweep.config.schema import BudgetConf
 from sweep.decide.verdict import by_comparison, conclude
-from sweep.report import describe, write_report
+from sweep.report import describe, phrases, write_report
 from sweep.results import Prediction, TrialResult
 from sweep.tracking import Store, close_sweep, open_sweep, start_trial, update_decision
 
@@ -64,7 +64,8 @@ def record(
     for group, comparison in zip(by_comparison(results), comparisons):
         for result, decision in zip(group, comparison.decisions):
             result.decision = decision
-            update_decision(store, result.mlflow_run_id, result)
+            said = phrases.said(result, decision, comparison, group)
+            update_decision(store, result.mlflow_run_id, result, said=said)
     description, files = f"**{comparisons[0].why}**", list(more)
     if folder is not None:
         report = write_report(results, budget, CAPACITY_MIB, folder, command="python train.py -m 'strategy=glob(*)'")

@@ -19,6 +19,7 @@ import optuna
 from omegaconf import DictConfig
 from optuna.trial import FrozenTrial, TrialState
 
+from sweep.environment import own_process
 from sweep.errors import BadInput
 from sweep.interrupts import whole
 from sweep.search.candidate import (
@@ -51,7 +52,6 @@ from sweep.search.study import (
     counts,
     least_violating,
     number_text,
-    owner,
     record,
     records,
     stale,
@@ -497,7 +497,7 @@ class Search:
         if known is not None and (known.answered_by != BY_PREFLIGHT or self.preflight is None):
             self._answer_from_memory(trial, job)
             return False
-        asked = {"owner": owner(), "overrides": job.overrides, "fixed": self.fixed}
+        asked = {"owner": own_process(), "overrides": job.overrides, "fixed": self.fixed}
         try:
             job.config, job.folder = self.runner.compose(trial.number, job.overrides)
         except Exception as error:

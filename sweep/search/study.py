@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
 import inspect
 import itertools
 import json
 import math
-import os
-import socket
-import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import optuna
-import psutil
 import yaml
 from filelock import FileLock
 from omegaconf import DictConfig, OmegaConf
@@ -27,10 +22,12 @@ from optuna.storages import BaseStorage, InMemoryStorage, RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from sweep.config.addresses import masked, reveal, revealed, without_secrets
+from sweep.environment import has_ended
 from sweep.errors import BadInput
 from sweep.interrupts import whole
 from sweep.search.candidate import FAILED, OK, violation
 from sweep.search.space import Space
+from sweep.tracking.store import check_file
 
 SAMPLER_KEY = "hydra.sweeper.sampler"
 #: Exhaustive samplers, and whether they take the points in order. Walking the points ourselves serves enqueued points,
@@ -101,8 +98,6 @@ def _build(conf: Mapping[str, Any], target: str, seed: int | None) -> BaseSample
 
 KEY = "hydra.sweeper.storage"
 AUTO = "auto"
-#: Tables that only MLflow makes.
-_MLFLOW_TABLES = {"experiments", "runs", "latest_metrics"}
 #: How long a writer waits for another one.
 _BUSY_TIMEOUT_S = 60
 #: User attributes of a study: its search space, and a digest of what is fixed, key by key.
@@ -131,7 +126,7 @@ def open_storage(conf: Any, root: Path, working_folder: Path) -> BaseStorage:
             todo = "check the address, that the database runs and its driver is there; null: keep the study in memory"
             raise BadInput(KEY, shown, f"cannot be used ({first})", todo) from error
     file = (working_folder / url.removeprefix("sqlite:///").partition("?")[0]).resolve()
-    _check_file(file, shown)
+    check_file(file, KEY, shown, "Optuna", "studies")
     try:
         # Several sweeps that make a fresh database at the same time would break each other.
         with FileLock(f"{file}.lock"):
@@ -139,25 +134,6 @@ def open_storage(conf: Any, root: Path, working_folder: Path) -> BaseStorage:
     except Exception as error:
         first = str(error).strip().splitlines()[0]
         raise BadInput(KEY, shown, f"cannot be used ({first})", "give another file, or move this one away") from error
-
-
-def _check_file(file: Path, url: str) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInput(KEY, url, f"its folder cannot be made ({error.strerror})", "give another file") from error
-    target = file if file.exists() else file.parent
-    if not os.access(target, os.W_OK):
-        raise BadInput(KEY, url, f"{target.name} cannot be written", "give another file or make it writable")
-    if not file.exists() or file.stat().st_size == 0:
-        return
-    try:
-        with contextlib.closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as connection:
-            tables = {row[0] for row in connection.execute("select name from sqlite_master where type='table'")}
-    except sqlite3.DatabaseError as error:
-        raise BadInput(KEY, url, f"is no SQLite database ({error})", "give another file") from error
-    if tables & _MLFLOW_TABLES and "studies" not in tables:
-        raise BadInput(KEY, url, "is MLflow's database, which Optuna would break", "give a file of its own")
 
 
 def fixed_digests(config: DictConfig, searched: Sequence[str], irrelevant: Sequence[str] = ()) -> dict[str, str]:
@@ -269,29 +245,12 @@ def changed_keys(before: Mapping[str, str] | None, now: Mapping[str, str]) -> li
     return sorted(k for k in set(before) | set(now) if before.get(k) != now.get(k))
 
 
-def owner() -> str:
-    """This process, recognisable after a reboot and when its number has been given to another one."""
-    return f"{socket.gethostname()}:{os.getpid()}:{psutil.Process().create_time():.0f}"
-
-
-def is_alive(name: str | None) -> bool:
-    """Whether the process that runs a trial may still be there. One on another machine may."""
-    if not name:
-        return False
-    host, pid, created = name.rsplit(":", 2)
-    if host != socket.gethostname():
-        return True
-    try:
-        return abs(psutil.Process(int(pid)).create_time() - float(created)) <= 1
-    except psutil.Error:
-        return False
-
-
 @whole()
 def stale(study: optuna.Study) -> list[FrozenTrial]:
     """The trials that a killed command left running; not those of a living process."""
     running = study.get_trials(deepcopy=False, states=[TrialState.RUNNING])
-    return [trial for trial in running if not is_alive(trial.user_attrs.get(JOB, {}).get("owner"))]
+    owners = [trial.user_attrs.get(JOB, {}).get("owner") for trial in running]
+    return [trial for trial, owner in zip(running, owners) if not owner or has_ended(owner)]
 
 
 @whole()

@@ -14,48 +14,46 @@ A run ends FINISHED for a trial that said what it should, FAILED for one that we
 one that was interrupted. Once a sweep is under way, a store that fails costs a warning and never a measurement: the
 result is in the trial's folder all the same.
 
-`tracking*.py` are the only files that import MLflow, and they do it inside functions.
+Only this room imports MLflow, and it does so inside functions. Markdown that describes a run is handed in.
 """
 
 from __future__ import annotations
 
+import functools
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from sweep.environment import git_state
 from sweep.interrupts import whole
 from sweep.results import Comparison, Outcome, TrialResult, write_json
 from sweep.tracking.runs import (
     Status,
-    abandoned,
     best_effort,
     end,
     opened,
     process_tags,
-    running,
+    reconcile,
     save_config,
     save_environment,
     write,
     write_dataset,
     write_files,
+    write_result,
     write_result_tags,
 )
 from sweep.tracking.store import Store, as_bad_input, client, experiment_id, initialise, store_location
-from sweep.tracking.system import SystemSampler
 from sweep.tracking.values import (
     color_of,
-    cut_markdown,
     cut_tags,
     decision_metrics_of,
     decision_tags_of,
-    description_of,
     end_status,
     knobs_of,
     metrics_of,
+    note_tags,
     one_line,
     params_of,
     plan_tags_of,
@@ -65,12 +63,14 @@ from sweep.tracking.values import (
 )
 from sweep.tracking.views import page_of, save_views
 
+if TYPE_CHECKING:
+    from sweep.tracking.system import SystemSampler
+
 __all__ = [
     "Status",
     "Store",
     "TrialRun",
     "close_sweep",
-    "git_state",
     "initialise",
     "open_sweep",
     "reconcile",
@@ -82,7 +82,6 @@ __all__ = [
     "update_decision",
 ]
 
-NOTE = "mlflow.note.content"
 #: A tag of a sweep and of its trials: what the sweep is called, unlike its run's name never twice.
 SWEEP = "sweep"
 
@@ -103,28 +102,42 @@ def open_sweep(
     gone on with where it still exists. Raises BadInput("tracking.uri") where the store refuses: nothing has run yet.
     MLflow's page gets a view of the sweep (see sweep.tracking.views).
     """
-    label = f"{name}, {datetime.now():%Y-%m-%d %H:%M:%S}"
-    all_tags = {**process_tags(store), **(tags or {}), "kind": "sweep"}
-    if description:
-        all_tags[NOTE] = cut_markdown(description)
+    all_tags = {**process_tags(store), **(tags or {}), **note_tags(description), "kind": "sweep"}
     with as_bad_input(store):
         run_id = _resumed(store, resume) if resume else None
         if run_id is None:
-            all_tags[SWEEP] = label
+            all_tags[SWEEP] = f"{name}, {datetime.now():%Y-%m-%d %H:%M:%S}"
             run = client(store.uri).create_run(experiment_id(store), tags=cut_tags(all_tags), run_name=name)
-            run_id = run.info.run_id
+            run_id = str(run.info.run_id)
             write(store, run_id, params=params_of(params or {}))
         else:
             write(store, run_id, tags={**all_tags, "error": ""})
-            label = _label_of(store, run_id) or label
-        _labels[store.uri, run_id] = label
         opened(store, run_id)
         with tempfile.TemporaryDirectory() as folder:
             save_environment(Path(folder), {})
             client(store.uri).log_artifacts(run_id, folder)
     with best_effort("the views of MLflow's page"):
-        save_views(store, run_id, label, all_tags.get("mode", ""))
+        save_views(store, run_id, _label_of(store, run_id) or name, all_tags.get("mode", ""))
     return run_id
+
+
+def _resumed(store: Store, run_id: str) -> str | None:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        run = client(store.uri).get_run(run_id)
+        if run.info.lifecycle_stage != "active" or run.info.experiment_id != experiment_id(store):
+            return None
+        client(store.uri).update_run(run_id, status="RUNNING")
+    except MlflowException:
+        return None
+    return run_id
+
+
+@functools.lru_cache(maxsize=8)
+def _label_of(store: Store, run_id: str) -> str:
+    """What a sweep is called; asked once per process."""
+    return str(client(store.uri).get_run(run_id).data.tags.get(SWEEP, ""))
 
 
 @whole()
@@ -148,31 +161,25 @@ def close_sweep(
     report_markdown: str = "",
     files: Sequence[Path] = (),
     comparisons: Sequence[Comparison] = (),
-    metrics: dict[str, float] | None = None,
-    tags: dict[str, str] | None = None,
 ) -> None:
     """End the parent run: the report is its description, files are its artifacts, comparisons give it a verdict."""
     if run_id is None:
         return
-    all_tags = {**sweep_tags_of(comparisons), **(tags or {})}
-    all_metrics = {**sweep_metrics_of(comparisons), **(metrics or {})}
-    if report_markdown:
-        all_tags[NOTE] = cut_markdown(report_markdown)
     # Each part by itself: what cannot be uploaded must not take the verdict along.
     with best_effort(f"the files of sweep {run_id}"):
         write_files(store, run_id, files)
     with best_effort(f"the end of sweep {run_id}"):
-        write(store, run_id, metrics=[(name, value, 0) for name, value in all_metrics.items()], tags=all_tags)
+        tags = {**sweep_tags_of(comparisons), **note_tags(report_markdown)}
+        write(store, run_id, metrics=sweep_metrics_of(comparisons), tags=tags)
     end(store, run_id, status)
 
 
 def start_trial(
     store: Store, parent_run_id: str | None, planned: TrialResult, *, system_metrics: bool = True
 ) -> TrialRun:
-    """The run of a trial that is about to be measured (or predicted).
+    """The run of a trial that is about to be measured (or predicted), for a `with` statement around the trial.
 
-    planned: the result so far: names, config, command; its outcome is not read. Use the return value in a `with`
-    statement around the trial.
+    planned: the result so far: names, config, command; its outcome is not read.
     """
     return TrialRun(store, parent_run_id, planned, system_metrics)
 
@@ -187,13 +194,13 @@ def record_again(store: Store, parent_run_id: str | None, result: TrialResult) -
     with best_effort(f"trial {result.name}"):
         quote = '"' if "'" in result.folder else "'"
         same = f"tags.kind = 'trial' and tags.folder = {quote}{result.folder}{quote}"
-        had = client(store.uri).search_runs([experiment_id(store)], same, max_results=1)
-        if had and had[0].data.tags.get("outcome") == result.outcome and had[0].info.status != "RUNNING":
-            result.mlflow_run_id = had[0].info.run_id
-            return
-        run_id = had[0].info.run_id if had else None
-    with TrialRun(store, parent_run_id, result, system_metrics=False, run_id=run_id) as run:
-        run.log(result)
+        for run in client(store.uri).search_runs([experiment_id(store)], same, max_results=1):
+            run_id = run.info.run_id
+            if run.data.tags.get("outcome") == result.outcome and run.info.status != "RUNNING":
+                result.mlflow_run_id = run_id
+                return
+    with TrialRun(store, parent_run_id, result, system_metrics=False, run_id=run_id) as again:
+        again.log(result)
 
 
 @whole()
@@ -257,22 +264,23 @@ class TrialRun:
     @whole()
     def _begin(self) -> None:
         store, parent, planned = self._store, self._parent_run_id, self._planned
-        tags = {**process_tags(store), **plan_tags_of(planned), "kind": "trial", "mlflow.runColor": color_of(planned)}
         with best_effort(f"trial {planned.name}"):
             if self.run_id is not None:
                 self._params = dict(client(store.uri).get_run(self.run_id).data.params)
                 opened(store, self.run_id)
                 return
+            tags = process_tags(store) | plan_tags_of(planned)
+            tags |= {"kind": "trial", "mlflow.runColor": color_of(planned)}
             if parent is not None:
                 tags |= {"mlflow.parentRunId": parent, SWEEP: _label_of(store, parent)}
             run = client(store.uri).create_run(experiment_id(store), tags=cut_tags(tags), run_name=planned.name)
-            self.run_id = run.info.run_id
-            opened(store, run.info.run_id)
+            self.run_id = str(run.info.run_id)
+            opened(store, self.run_id)
             self._log_params(planned.config)
         if self.run_id is not None and self._system_metrics:
-            run_id, mlflow_client = self.run_id, client(store.uri)
-            self._sampler = SystemSampler(lambda samples: mlflow_client.log_batch(run_id, metrics=samples))
-            self._sampler.start()
+            from sweep.tracking.system import sampler
+
+            self._sampler = sampler(store.uri, self.run_id)
 
     @whole()
     def log(self, result: TrialResult, files: Sequence[Path] = ()) -> None:
@@ -296,30 +304,27 @@ class TrialRun:
         with best_effort(f"trial {result.name}"):
             self._log_params(result.config)
             # The outcome comes last: a run that has one was recorded whole (see `reconcile`).
-            tags = {**result_tags_of(result), NOTE: description_of(result)}
-            write_result_tags(self._store, self.run_id, tags, metrics_of(result))
+            write_result_tags(self._store, self.run_id, result_tags_of(result), metrics_of(result))
         self._outcome = result.outcome  # last: an interrupt in between leaves a trial without one
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._end(kind, error)
+            self._end(error)
         except KeyboardInterrupt as interrupt:
-            self._end(type(interrupt), interrupt)  # where it came before the end had begun
+            self._end(interrupt)  # where it came before the end had begun
             raise
 
     @whole()
-    def _end(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
+    def _end(self, error: BaseException | None) -> None:
         self._stop_sampling()
         if self.run_id is None or self._ended:
             return
         self._ended = True
-        status, wrong = _ending(self._outcome, kind, error)
+        status, wrong = _ending(self._outcome, error)
         if wrong:
-            tags = {"error": wrong}
-            if self._outcome is None:
-                tags["outcome"] = Outcome.failed.value
+            tags = {"error": wrong} | ({} if self._outcome else {"outcome": Outcome.failed.value})
             with best_effort(f"the end of run {self.run_id}"):
                 write(self._store, self.run_id, tags=tags)
         end(self._store, self.run_id, status)
@@ -334,89 +339,38 @@ class TrialRun:
 
     def _stop_sampling(self) -> None:
         if self._sampler is not None:
-            self._sampler.stop()
+            self._sampler.finish()
             self._sampler = None
 
 
+def _ending(outcome: str | None, error: BaseException | None) -> tuple[Status, str]:
+    """How a trial's run ends, and what to say where the trial itself could not."""
+    if isinstance(error, KeyboardInterrupt):
+        return "KILLED", "interrupted"
+    if error is not None:
+        said, kind = str(error).strip() and one_line(error), type(error).__name__
+        return "FAILED", f"{kind}: {said}" if said else kind
+    if outcome is None:
+        return "FAILED", "the trial ended without a result"
+    return end_status(outcome), ""
+
+
 @whole()
-def update_decision(store: Store, run_id: str | None, result: TrialResult, files: Sequence[Path] = ()) -> None:
+def update_decision(
+    store: Store,
+    run_id: str | None,
+    result: TrialResult,
+    files: Sequence[Path] = (),
+    said: Mapping[str, str] | None = None,
+) -> None:
     """Set what is known only after the trial has ended: verdict, reasons, and what compares it with the others.
 
-    Replaces result.json by the judged one, adds `files`, and leaves the run's state as it is.
+    Replaces result.json by the judged one, adds `files`, and leaves the run's state as it is. said: the decision in
+    words, for the run's tags and its description.
     """
     if run_id is None:
         return
-    with best_effort(f"the decision on {result.name}"), tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "result.json"
-        write_json(result, path)
-        write_files(store, run_id, [path, *files])
-        tags = {**decision_tags_of(result), NOTE: description_of(result)}
-        write(store, run_id, metrics=decision_metrics_of(result), tags=tags)
-
-
-@whole()
-def reconcile(store: Store) -> int:
-    """End runs that a killed process left RUNNING; returns how many.
-
-    Only runs of this experiment whose process ran on this host and is gone. A trial that had been recorded whole
-    keeps its outcome; any other is KILLED with outcome `crashed`. Runs of living processes and of other hosts are
-    left alone; should one be ended wrongly, its own end corrects it.
-    """
-    ended = 0
-    with best_effort("what a killed command left running"):
-        for run in running(store):
-            tags = run.data.tags
-            if not abandoned(tags):
-                continue
-            outcome, status = tags.get("outcome"), "KILLED"
-            if outcome:
-                status = end_status(outcome)
-            else:
-                error = f"its process {tags['process.pid']} on {tags['process.host']} was killed"
-                write(store, run.info.run_id, tags={"outcome": Outcome.crashed.value, "error": error})
-            client(store.uri).set_terminated(run.info.run_id, status)
-            ended += 1
-    return ended
-
-
-def _ending(
-    outcome: str | None, kind: type[BaseException] | None, error: BaseException | None
-) -> tuple[Status, str | None]:
-    """How a trial's run ends, and what to say where the trial itself could not."""
-    if kind is None:
-        if outcome is None:
-            return "FAILED", "the trial ended without a result"
-        return ("FINISHED" if end_status(outcome) == "FINISHED" else "FAILED"), None
-    if issubclass(kind, KeyboardInterrupt):
-        return "KILLED", "interrupted"
-    said = one_line(error) if error is not None and str(error).strip() else ""
-    return "FAILED", f"{kind.__name__}: {said}" if said else kind.__name__
-
-
-def _resumed(store: Store, run_id: str) -> str | None:
-    from mlflow.exceptions import MlflowException
-
-    try:
-        run = client(store.uri).get_run(run_id)
-        if run.info.lifecycle_stage != "active" or run.info.experiment_id != experiment_id(store):
-            return None
-        client(store.uri).update_run(run_id, status="RUNNING")
-    except MlflowException:
-        return None
-    return run_id
-
-
-_labels: dict[tuple[str, str], str] = {}
-
-
-def _label_of(store: Store, run_id: str) -> str:
-    """What a sweep is called; asked once per process, and empty where the store does not say."""
-    from mlflow.exceptions import MlflowException
-
-    key = (store.uri, run_id)
-    if key not in _labels:
-        try:
-            _labels[key] = str(client(store.uri).get_run(run_id).data.tags.get(SWEEP, ""))
-        except MlflowException:
-            _labels[key] = ""
-    return _labels[key]
+    with best_effort(f"the decision on {result.name}"):
+        write_result(store, run_id, result)
+        write_files(store, run_id, files)
+        write(store, run_id, metrics=decision_metrics_of(result), tags=decision_tags_of(result, said))

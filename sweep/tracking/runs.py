@@ -1,37 +1,44 @@
-"""A trial's run in MLflow once its repeats were made: its numbers over all of them, and each repeat's own."""
+"""What all runs in MLflow share: writing to them, whose they are, and how they end."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import getpass
 import json
 import logging
 import os
-import socket
 import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import yaml
 
 from sweep.config.schema import plain
-from sweep.environment import environment, git_state, packages
-from sweep.format import known
+from sweep.environment import environment, git_state, has_ended, own_process, packages
 from sweep.interrupts import whole
-from sweep.results import Measurement, TrialResult, write_json
+from sweep.results import Measurement, Outcome, TrialResult, write_json
 from sweep.tracking.store import Store, client, experiment_id
-from sweep.tracking.values import MetricValue, cut_tags, dataset_of, metrics_of, one_line, result_tags_of
-
-if TYPE_CHECKING:
-    from mlflow.entities import Run
+from sweep.tracking.values import (
+    MetricValue,
+    cut_tags,
+    dataset_of,
+    end_status,
+    finite,
+    metrics_of,
+    one_line,
+    result_tags_of,
+)
 
 log = logging.getLogger("sweep.tracking")
 DATASET_ATTEMPTS = 3
+#: The most that MLflow gives of a search at once.
+MOST_RUNS = 50_000
+#: A run's tag: the process that has to end it, for a later command to tell whether anybody still works on it.
+PROCESS = "process"
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 
@@ -83,15 +90,15 @@ def write_dataset(store: Store, run_id: str, result: TrialResult) -> None:
     if fields is None:
         return
     data = DatasetInput(Dataset(**fields), [InputTag("mlflow.data.context", "training")])
-    for attempt in range(DATASET_ATTEMPTS):
+    for attempt in range(1, DATASET_ATTEMPTS + 1):
         try:
             client(store.uri).log_inputs(run_id, [data])
             return
         except MlflowException:
             # Two runs that bring the same new data set at once collide in MLflow; the next try finds it there.
-            if attempt == DATASET_ATTEMPTS - 1:
+            if attempt == DATASET_ATTEMPTS:
                 raise
-            time.sleep(0.05 * (attempt + 1))
+            time.sleep(0.05 * attempt)
 
 
 def write_files(store: Store, run_id: str, files: Sequence[Path]) -> None:
@@ -101,6 +108,13 @@ def write_files(store: Store, run_id: str, files: Sequence[Path]) -> None:
             client(store.uri).log_artifact(run_id, str(path))
         else:
             log.warning("not recorded in MLflow: %s is missing", path)
+
+
+def write_result(store: Store, run_id: str, result: TrialResult) -> None:
+    """result.json among the artifacts, in place of an earlier one."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_json(result, Path(folder) / "result.json")
+        client(store.uri).log_artifacts(run_id, folder)
 
 
 def save_config(folder: Path, config: dict[str, Any]) -> None:
@@ -116,56 +130,14 @@ def save_environment(folder: Path, known: dict[str, str]) -> None:
     (inner / "packages.txt").write_text("\n".join(packages()) + "\n", encoding="utf-8")
 
 
-def running(store: Store) -> list[Run]:
-    """All runs of the experiment that are RUNNING, read whole before any of them is changed."""
-    found: list[Run] = []
-    token = None
-    while True:
-        page = client(store.uri).search_runs([experiment_id(store)], "attributes.status = 'RUNNING'", page_token=token)
-        found += page
-        token = page.token
-        if not token:
-            return found
-
-
-# Whose run it is, so that a later command can tell whether anybody still works on it.
-
-
 def process_tags(store: Store) -> dict[str, str]:
     """Tags of every run: who made it, from which commit, in which process."""
-    commit, dirty = git_state(store.root)
-    tags = {"mlflow.source.name": "train.py", "mlflow.source.type": "LOCAL", **_own_process(os.getpid())}
-    if commit:
-        tags |= {"git_commit": commit, "git_dirty": str(dirty).lower(), "mlflow.source.git.commit": commit}
-    return tags
-
-
-def abandoned(tags: dict[str, str]) -> bool:
-    """Whether the process that the tags name ran on this host and is gone. What cannot be known is not abandoned."""
-    import psutil
-
-    if tags.get("process.host") != socket.gethostname():
-        return False
-    try:
-        process = psutil.Process(int(tags["process.pid"]))
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return True
-        # A process id alone may be another's by now.
-        return abs(process.create_time() - float(tags["process.started"])) > 1.0
-    except psutil.NoSuchProcess:
-        return True
-    except (psutil.Error, KeyError, ValueError):
-        return False
-
-
-@functools.lru_cache(maxsize=1)
-def _own_process(pid: int) -> dict[str, str]:
-    import psutil
-
-    started = psutil.Process(pid).create_time()
-    tags = {"process.host": socket.gethostname(), "process.pid": str(pid), "process.started": f"{started:.2f}"}
+    tags = {"mlflow.source.name": "train.py", "mlflow.source.type": "LOCAL", PROCESS: own_process()}
     with contextlib.suppress(OSError, KeyError):  # a container's user may have no name
         tags["mlflow.user"] = getpass.getuser()
+    commit, dirty = git_state(store.root)
+    if commit:
+        tags |= {"git_commit": commit, "git_dirty": str(dirty).lower(), "mlflow.source.git.commit": commit}
     return tags
 
 
@@ -196,6 +168,29 @@ def _end_what_is_open() -> None:
 
 
 @whole()
+def reconcile(store: Store) -> int:
+    """End runs that a killed process left RUNNING; returns how many.
+
+    Only runs of this experiment whose process ran on this host and is gone. A trial that had been recorded whole
+    keeps its outcome; any other is KILLED with outcome `crashed`. Runs of living processes and of other hosts are
+    left alone; should one be ended wrongly, its own end corrects it.
+    """
+    ended = 0
+    with best_effort("what a killed command left running"):
+        running = "attributes.status = 'RUNNING'"
+        for run in client(store.uri).search_runs([experiment_id(store)], running, max_results=MOST_RUNS):
+            process, outcome = run.data.tags.get(PROCESS, ""), run.data.tags.get("outcome")
+            if not has_ended(process):
+                continue
+            if not outcome:
+                tags = {"outcome": Outcome.crashed.value, "error": f"its process {process} was killed"}
+                write(store, run.info.run_id, tags=tags)
+            client(store.uri).set_terminated(run.info.run_id, end_status(outcome) if outcome else "KILLED")
+            ended += 1
+    return ended
+
+
+@whole()
 def update_measurement(store: Store, run_id: str | None, result: TrialResult, before: TrialResult) -> None:
     """Log what the repeats changed, and replace result.json. The run's state is left as it is.
 
@@ -208,21 +203,20 @@ def update_measurement(store: Store, run_id: str | None, result: TrialResult, be
         logged = set(metrics_of(before))
         new = [value for value in metrics_of(result) if value not in logged]
         write_result_tags(store, run_id, result_tags_of(result), [*new, *repeat_metrics_of(result.measurement)])
-    with best_effort(f"the result of {result.name}"), tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "result.json"
-        write_json(result, path)
-        write_files(store, run_id, [path])
+    with best_effort(f"the result of {result.name}"):
+        write_result(store, run_id, result)
 
 
 def repeat_metrics_of(measurement: Measurement | None) -> list[MetricValue]:
     """Each repeat's median step time, held-out loss and peaks, at the step that is its round."""
-    found: list[tuple[str, float | None, int]] = []
-    for run in measurement.runs if measurement is not None else ():
-        if not run.error and run.step_times_ms:
-            found += [
-                ("repeat/step_ms", statistics.median(run.step_times_ms), run.index),
-                ("repeat/eval_loss", run.eval_loss, run.index),
-                ("repeat/peak_allocated_mib", run.peak_allocated_mib, run.index),
-                ("repeat/peak_reserved_mib", run.peak_reserved_mib, run.index),
-            ]
-    return [(name, value, step) for name, value, step in found if known(value) is not None and value is not None]
+    return finite(
+        (f"repeat/{name}", value, run.index)
+        for run in (measurement.runs if measurement is not None else ())
+        if not run.error and run.step_times_ms
+        for name, value in (
+            ("step_ms", statistics.median(run.step_times_ms)),
+            ("eval_loss", run.eval_loss),
+            ("peak_allocated_mib", run.peak_allocated_mib),
+            ("peak_reserved_mib", run.peak_reserved_mib),
+        )
+    )

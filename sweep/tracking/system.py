@@ -1,100 +1,58 @@
-"""MLflow's own system metrics (CPU, memory, disk, network, GPU) for one run, sampled while a trial runs.
-
-MLflow's SystemMetricsMonitor asks the store for the run's state and writes to it at every sample, which would disturb
-the steps being timed. Here the same monitors are read, and what they say is kept in memory and written rarely.
-"""
+"""MLflow's own system metrics (CPU, memory, disk, network, GPU) of one run; imports MLflow, so imported only in use."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import threading
-import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from mlflow.entities import Metric
-
-log = logging.getLogger(__name__)
+import psutil
+from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+from mlflow.utils.autologging_utils import BatchMetricsLogger
 
 INTERVAL_S = 1.0
-WRITE_EVERY_S = 60.0  # so that a long trial can be watched
+SAMPLES_AT_ONCE = 60  # so that a long trial can be watched
 
 
-class SystemSampler:
-    """Reads MLflow's monitors every `interval_s` seconds in a thread, and once more at the end.
+class SystemSampler(SystemMetricsMonitor):  # type: ignore[misc]
+    """MLflow's monitor asks the store for the run's state at every sample, which would disturb the steps being timed.
 
-    write: called with the samples that have come together, from the thread or from `stop`; what it raises ends the
-    sampling and nothing else.
+    This one keeps what it reads, and writes it once a minute and at the end. What fails ends the sampling alone.
     """
 
-    def __init__(self, write: Callable[[list[Metric]], object], interval_s: float = INTERVAL_S) -> None:
-        self.interval_s = interval_s
-        self._write = write
-        self._monitors = _monitors()
-        self._samples: list[Metric] = []
-        self._step = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="system-metrics", daemon=True)
-
-    def start(self) -> None:
-        import psutil
-
+    def __init__(self, uri: str, run_id: str, interval_s: float = INTERVAL_S) -> None:
+        super().__init__(run_id, interval_s, SAMPLES_AT_ONCE, tracking_uri=uri)
+        self.mlflow_logger = _Kept(run_id, tracking_uri=uri)
         psutil.cpu_percent()  # the first call has nothing to compare with and says 0
-        self._thread.start()
 
-    def stop(self) -> None:
+    def monitor(self) -> None:
+        with contextlib.suppress(Exception):  # drivers and containers fail in many ways, and none may end a trial
+            while not self._shutdown_event.wait(self.sampling_interval):
+                self.sample()
+                if self._logging_step % self.samples_before_logging == 0:
+                    self.mlflow_logger.flush()
+
+    def sample(self) -> None:
+        self.collect_metrics()
+        self.publish_metrics(self.aggregate_metrics())
+
+    def finish(self) -> None:
         """End the sampling and write what is left. A trial shorter than the interval has one sample."""
-        self._stop.set()
-        self._thread.join(timeout=10 * self.interval_s)
-        if not self._thread.is_alive():
-            self._guarded(self._sample)
-            self._guarded(self._flush)
-
-    def _run(self) -> None:
-        written = time.monotonic()
-        while not self._stop.wait(self.interval_s):
-            if not self._guarded(self._sample):
-                return
-            if time.monotonic() - written > WRITE_EVERY_S:
-                written = time.monotonic()
-                if not self._guarded(self._flush):
-                    return
-
-    def _sample(self) -> None:
-        from mlflow.entities import Metric
-
-        now_ms = int(time.time() * 1000)
-        for monitor in self._monitors:
-            monitor.collect_metrics()
-            for name, value in monitor.aggregate_metrics().items():
-                self._samples.append(Metric(f"system/{name}", float(value), now_ms, self._step))
-            monitor.clear_metrics()
-        self._step += 1
-
-    def _flush(self) -> None:
-        samples, self._samples = self._samples, []
-        if samples:
-            self._write(samples)
-
-    def _guarded(self, action: Callable[[], None]) -> bool:
-        try:
-            action()
-        except Exception as error:  # drivers and containers fail in many ways, and none may end a trial
-            log.debug("system metrics stopped: %s", error)
-            return False
-        return True
+        self._shutdown_event.set()
+        if self._process is not None:
+            self._process.join(timeout=10 * self.sampling_interval)
+            for action in () if self._process.is_alive() else (self.sample, self.mlflow_logger.flush):
+                with contextlib.suppress(Exception):
+                    action()
 
 
-def _monitors() -> list[Any]:
-    from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
-    from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
-    from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
-    from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
+class _Kept(BatchMetricsLogger):  # type: ignore[misc]
+    def _should_flush(self) -> bool:
+        return False
 
-    found: list[Any] = []
-    for kind in (CPUMonitor, DiskMonitor, NetworkMonitor, GPUMonitor):
-        with contextlib.suppress(Exception):  # no GPU, or /proc is not what psutil expects
-            found.append(kind())
-    return found
+
+def sampler(uri: str, run_id: str) -> SystemSampler | None:
+    """A sampler that has started; None where MLflow cannot read this machine."""
+    with contextlib.suppress(Exception):
+        found = SystemSampler(uri, run_id)
+        found.start()
+        return found
+    return None

@@ -15,11 +15,12 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from optuna.trial import TrialState
 
+from sweep.environment import own_process
 from sweep.errors import BadInput
 from sweep.search.candidate import Job, Settings
 from sweep.search.loop import Search, quiet_optuna
 from sweep.search.space import read_space
-from sweep.search.study import JOB, Sampler, close, free_name, open_storage, open_study, owner, records, stale
+from sweep.search.study import JOB, Sampler, close, free_name, open_storage, open_study, records, stale
 
 quiet_optuna()
 ROOT = Path(__file__).resolve().parents[2]
@@ -484,9 +485,9 @@ def test_stale_trials_are_closed_and_those_of_living_processes_are_not(storage):
     space = read_space({}, ["x=1,2"], None)
     study = open_study(storage, "s", space, ["minimize"], {})
     mine, dead, unknown = (study.ask(space.distributions) for _ in range(3))
-    mine.set_user_attr(JOB, {"owner": owner()})
+    mine.set_user_attr(JOB, {"owner": own_process()})
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
-    host, _, created = owner().rsplit(":", 2)
+    host, _, created = own_process().rsplit(":", 2)
     dead.set_user_attr(JOB, {"owner": f"{host}:{gone.stdout.strip()}:{created}"})
     assert [t.number for t in stale(study)] == [dead.number, unknown.number]
     close(study, stale(study))
@@ -518,7 +519,7 @@ def test_databases_that_cannot_be_used_are_named(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
     for url, wrong in (
-        (f"sqlite:///{mlflow}", "MLflow's database"),
+        (f"sqlite:///{mlflow}", "another program"),
         (f"sqlite:///{corrupt}", "no SQLite database"),
         (f"sqlite:///{blocked}/optuna.db", "cannot be made"),
     ):

@@ -22,12 +22,12 @@ import yaml
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 
+from sweep.environment import git_state, own_process
 from sweep.results import Outcome, TrialResult, read_trial
 from sweep.tracking import (
     Store,
     TrialRun,
     close_sweep,
-    git_state,
     initialise,
     open_sweep,
     reconcile,
@@ -121,7 +121,7 @@ def test_a_sweep_and_its_trials(store: Store, tmp_path: Path, monkeypatch: pytes
         assert read(store, run.run_id).data.params["strategy.checkpoint.every_k"] == "2"
         run.log(result, [extra, folder])
     close_sweep(
-        store, sweep, report_markdown="# Best: checkpoint", files=[extra], metrics={"sweep/trials": 1}, tags={"v": "x"}
+        store, sweep, report_markdown="# Best: checkpoint", files=[extra]
     )
     assert list(elsewhere.iterdir()) == []
 
@@ -160,9 +160,8 @@ def test_a_sweep_and_its_trials(store: Store, tmp_path: Path, monkeypatch: pytes
     assert '"cuda": "none"' in (environment / "environment.json").read_text()
 
     assert parent.data.params == {"budget.memory_mib": "500"}
-    assert parent.data.metrics == {"sweep/trials": 1.0}
     assert parent.data.tags["mlflow.note.content"] == "# Best: checkpoint"
-    assert (parent.data.tags["v"], parent.data.tags["kind"]) == ("x", "sweep")
+    assert parent.data.tags["kind"] == "sweep"
     assert artifacts(store, sweep) == ["environment", "memory.html"]
 
 
@@ -314,13 +313,14 @@ def test_verdicts_come_after_the_end(store: Store, tmp_path: Path) -> None:
     assert "memory/saved_mib" not in before.data.metrics
     plot = tmp_path / "why.txt"
     plot.write_text("because")
-    update_decision(store, run.run_id, judged(result), [plot])
+    update_decision(store, run.run_id, judged(result), [plot], {"why": "it is smaller", "next_action": "use it"})
     after = read(store, run.run_id)
     assert (after.info.status, after.info.end_time) == ("FINISHED", before.info.end_time)
     assert (after.data.tags["verdict"], after.data.tags["reasons"]) == ("accept", "")
     assert after.data.metrics["memory/saved_mib"] == 40.0
     assert after.data.metrics["throughput/ratio"] == 0.8
-    assert "**accept**" in after.data.tags["mlflow.note.content"]
+    assert "**accept**. it is smaller\n\nNext: use it" in after.data.tags["mlflow.note.content"]
+    assert after.data.tags["next_action"] == "use it"
     stored = read_trial(fetched(store, run.run_id, "result.json", tmp_path / "judged"))
     assert stored.decision is not None
     assert stored.decision.verdict == "accept"
@@ -330,7 +330,8 @@ def test_verdicts_come_after_the_end(store: Store, tmp_path: Path) -> None:
 
 def test_a_sweep_can_fail_and_be_gone_on_with(store: Store) -> None:
     first = open_sweep(store, "search", params={"n_trials": 6})
-    close_sweep(store, first, "KILLED", tags={"error": "interrupted"})
+    close_sweep(store, first, "KILLED")
+    MlflowClient(store.uri).set_tag(first, "error", "interrupted")
     assert read(store, first).info.status == "KILLED"
     again = open_sweep(store, "search", params={"n_trials": 9}, resume=first)
     found = read(store, again)
@@ -388,7 +389,7 @@ def test_a_killed_process_leaves_no_run_running(tmp_path: Path, empty_database: 
     other = start(store, None, name="of another host").__enter__()
     assert mine.run_id is not None
     assert other.run_id is not None
-    MlflowClient(store.uri).set_tag(other.run_id, "process.host", "another-host")
+    MlflowClient(store.uri).set_tag(other.run_id, "process", "another-host:1:2.0")
     foreign = MlflowClient(store.uri).create_run(initialise(store)).info.run_id  # not made by us
 
     assert reconcile(store) == 0  # all are alive, or not ours to judge
@@ -414,7 +415,8 @@ def test_a_killed_process_leaves_no_run_running(tmp_path: Path, empty_database: 
 def test_a_process_id_that_is_anothers_by_now(local: Store) -> None:
     with start(local) as run:
         assert run.run_id is not None
-        MlflowClient(local.uri).set_tag(run.run_id, "process.started", f"{time.time() - 1e6:.2f}")
+        host, number, _ = own_process().rsplit(":", 2)
+        MlflowClient(local.uri).set_tag(run.run_id, "process", f"{host}:{number}:{time.time() - 1e6:.2f}")
         assert reconcile(local) == 1
         assert read(local, run.run_id).info.status == "KILLED"
         run.log(parts.finished())  # ended wrongly: its own end corrects that
@@ -534,17 +536,14 @@ def test_sampling_stops_when_the_trial_fails(local: Store) -> None:
     with pytest.raises(ValueError), start_trial(local, None, parts.planned()) as run:
         raise ValueError
     assert read(local, run.run_id).info.status == "FAILED"
-    assert "system-metrics" not in [thread.name for thread in threading.enumerate()]
+    assert "SystemMetricsMonitor" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_a_sampler_that_cannot_write_stays_quiet(caplog: pytest.LogCaptureFixture) -> None:
-    def refuse(samples: list[Any]) -> None:
-        raise OSError("disk full")
-
-    sampler = SystemSampler(refuse, interval_s=0.05)
+def test_a_sampler_that_cannot_write_stays_quiet(local: Store, caplog: pytest.LogCaptureFixture) -> None:
+    sampler = SystemSampler(local.uri, "0" * 32, interval_s=0.05)
     sampler.start()
     time.sleep(0.2)
-    sampler.stop()
+    sampler.finish()
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 

@@ -154,7 +154,6 @@ def test_tags() -> None:
         "evidence": "cpu",
         "verdict": "reject",
         "reasons": "over_memory, below_throughput",
-        "next_action": "try hybrid",
         "strategy": "checkpoint",
         "workload": "gpt_tiny",
         "device": "cpu",
