@@ -219,9 +219,9 @@ def record(
     """
     run_id: str | None = None
     with best_effort(name):
-        described = {**process_tags(store), **{k: v for k, v in tags.items() if v}, NOTE: cut_markdown(markdown)}
+        described = {**process_tags(store), **{k: v for k, v in tags.items() if v}, **note_tags(markdown)}
         run = client(store.uri).create_run(experiment_id(store), tags=cut_tags(described), run_name=name)
-        run_id = run.info.run_id
+        run_id = str(run.info.run_id)
         opened(store, run_id)
         write(store, run_id, [(key, value, 0) for key, value in metrics.items()], params_of(config))
     if run_id is not None:
