@@ -1,8 +1,8 @@
 """A look inside a few steps: a profiler trace with named ranges, and the memory over one step. Nothing is timed here.
 
-Two passes of their own, since each disturbs what the other shows and both disturb times: a few steps under
-torch.profiler (its trace opens in https://ui.perfetto.dev), and one step under the ledger. On CUDA torch's own account
-of the allocator is kept as well (it opens in https://pytorch.org/memory_viz).
+Passes of their own, since each disturbs what the other shows: a few steps under torch.profiler (its trace opens in
+https://ui.perfetto.dev), one step under the ledger, and on CUDA one with torch's own account of the allocator (it opens
+in https://pytorch.org/memory_viz).
 """
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ STEPS = 3
 WARMUP_STEPS = 2
 TRACE, TIMELINE, PICTURE = "trace.json.gz", "memory_timeline.json", "memory_timeline.png"
 SNAPSHOT = "memory_snapshot.pickle"
-#: Allocations and ends that torch's own history holds.
-SNAPSHOT_ENTRIES = 200_000
 #: The categories that the profiler gives its events.
 RANGE, OPERATOR, KERNEL, COPY, FILL = "user_annotation", "cpu_op", "kernel", "gpu_memcpy", "gpu_memset"
 LAUNCHES = ("cuda_runtime", "cuda_driver")
@@ -57,19 +55,11 @@ Named = tuple[float, float, str]
 
 
 def trace_trial(
-    config: Config,
-    device: torch.device,
-    data: DataSource,
-    folder: Path,
-    *,
-    name: str = "",
-    progress: Progress = no_progress,
+    config: Config, device: torch.device, data: DataSource, folder: Path, name: str, progress: Progress = no_progress
 ) -> Trace:
     """Trace STEPS optimizer steps and the memory of one more, into `folder`. Returns the summary, per step.
 
-    name: what the trial is called, for the picture's title.
-
-    Raises what the profiler or a step raises; an account of the memory that fails is in Trace.failed.
+    name: what the trial is called. Raises what the profiler or a step raises; what else fails is in Trace.failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     total, done = WARMUP_STEPS + 1 + STEPS + LEDGER_STEPS, 0
@@ -89,7 +79,7 @@ def trace_trial(
     with _noted(found, PICTURE, TIMELINE), loop_of(config, device, data) as loop:
         memory = _memory_over_a_step(loop, planned_steps(config), found.evidence, advance)
         write_json(memory, folder / TIMELINE)
-        draw_timeline(memory, f"{config.workload.name}, {name or config.strategy.name}", folder / PICTURE)
+        draw_timeline(memory, f"{config.workload.name}, {name}", folder / PICTURE)
     if device.type == "cuda":
         with _noted(found, SNAPSHOT), loop_of(config, device, data) as loop:
             allocator_snapshot(loop, folder / SNAPSHOT)
@@ -113,19 +103,14 @@ class _Loop:
     phases: Phases
     strategy: Applied
 
-    def batch(self, index: int) -> Batch:
+    def step(self, index: int) -> None:
         with self.phases(Phase.data):
-            return self.workload.train_batch(index)
+            batch = self.workload.train_batch(index)
+        self.step_on(batch)
 
-    def step(self, batch: Batch) -> None:
-        s = self.strategy
-        run_step(
-            self.workload,
-            batch,
-            self.phases,
-            micro_batch_size=s.micro_batch_size,
-            around_forward=s.around_forward,
-        )
+    def step_on(self, batch: Batch) -> None:
+        micro, around = self.strategy.micro_batch_size, self.strategy.around_forward
+        run_step(self.workload, batch, self.phases, micro_batch_size=micro, around_forward=around)
 
 
 @contextmanager
@@ -139,10 +124,9 @@ def loop_of(config: Config, device: torch.device, data: DataSource) -> Iterator[
 
 
 class Ranges:
-    """A listener of `sweep.workload.step.Phases` that opens a range of the profiler for each phase.
+    """A listener of `Phases` that opens a range of the profiler for each phase, in the thread that enters it.
 
-    A phase is left in the thread that entered it, and the thread that called backward() waits while autograd's own
-    thread recomputes or copies: so the ranges of each thread nest, and one stack holds those of all.
+    Who called backward() waits while autograd's own thread recomputes or copies: so one stack holds those of all.
     """
 
     def __init__(self, phases: Phases) -> None:
@@ -162,21 +146,19 @@ class Ranges:
 def _profiled(loop: _Loop, path: Path, advance: Callable[[str], None]) -> list[Event]:
     """The events of a trace, which is written to `path`."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it writes each start and stop to the terminal otherwise
-    on_cuda = loop.workload.device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+    device = loop.workload.device
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     for index in range(WARMUP_STEPS):
-        loop.step(loop.batch(index))
+        loop.step(index)
         advance("warm-up")
     # The profiler's own first step is thrown away: starting it takes time.
-    planned = schedule(wait=0, warmup=1, active=STEPS, repeat=1)
-    with profile(activities=activities, schedule=planned) as profiler, loop.phases.listening(Ranges(loop.phases)):
+    plan = schedule(wait=0, warmup=1, active=STEPS, repeat=1)
+    with profile(activities=activities, schedule=plan) as profiler, loop.phases.listening(Ranges(loop.phases)):
         for index in range(WARMUP_STEPS, WARMUP_STEPS + 1 + STEPS):
             with record_function(STEP):
-                loop.step(loop.batch(index))
-                if on_cuda:
-                    torch.cuda.synchronize(
-                        loop.workload.device
-                    )  # else a step's kernels run on beside the next one's launches
+                loop.step(index)
+                if device.type == "cuda":  # else a step's kernels run on beside the next one's launches
+                    torch.cuda.synchronize(device)
             profiler.step()
             advance("profiler")
     with tempfile.TemporaryDirectory() as temporary:
@@ -198,8 +180,8 @@ def read(events: list[Event]) -> Trace:
         if event.get("ph") == "X":
             by_category[event.get("cat", "")].append(event)
     steps = [_span(e) for e in by_category[RANGE] if e["name"] == STEP]
-    inside = [(*_span(e), e["name"]) for e in by_category[RANGE] if e["name"] in RANGES]
-    own = list(_innermost([*((*step, OTHER) for step in steps), *inside]))
+    named = {STEP: OTHER} | {name: name for name in RANGES}
+    own = list(_innermost([(*_span(e), named[e["name"]]) for e in by_category[RANGE] if e["name"] in named]))
     mean_of = 1000.0 * max(1, len(steps))  # from microseconds in all to milliseconds per step
     found = Trace(
         evidence="",
@@ -248,7 +230,7 @@ def _innermost(ranges: list[Named]) -> Iterator[Named]:
 def _called_by_host(operators: list[Event], steps: list[Span]) -> int:
     """Operators that Python or autograd called, not those that operators call themselves."""
     begins = [begin for begin, _ in steps]
-    free_from: dict[Any, float] = defaultdict(lambda: float("-inf"))  # by thread
+    free_from: dict[Any, float] = defaultdict(float)  # by thread
     count = 0
     for event in sorted(operators, key=lambda e: (e["ts"], -e["dur"])):
         at, thread = bisect_right(begins, event["ts"]) - 1, (event.get("pid"), event.get("tid"))
@@ -318,7 +300,7 @@ def _memory_over_a_step(loop: _Loop, planned: int, evidence: str, advance: Calla
             for batch in batches:
                 ledger.reset_peak()
                 recorder.begin()
-                loop.step(batch)
+                loop.step_on(batch)
                 advance("memory over a step")
             return timeline(ledger, recorder, evidence)
 
@@ -326,11 +308,11 @@ def _memory_over_a_step(loop: _Loop, planned: int, evidence: str, advance: Calla
 def allocator_snapshot(loop: _Loop, path: Path) -> None:
     """CUDA's allocator over one step, with the Python stack of each allocation, as torch itself records it."""
     for index in range(WARMUP_STEPS):
-        loop.step(loop.batch(index))
+        loop.step(index)
     torch.cuda.synchronize(loop.workload.device)
-    torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES, stacks="python")
+    torch.cuda.memory._record_memory_history(max_entries=200_000, stacks="python")
     try:
-        loop.step(loop.batch(WARMUP_STEPS))
+        loop.step(WARMUP_STEPS)
         torch.cuda.synchronize(loop.workload.device)
         torch.cuda.memory._dump_snapshot(str(path))
     finally:

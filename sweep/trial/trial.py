@@ -98,7 +98,7 @@ def run_trace(config: Config, name: str, folder: Path, *, progress: Progress = n
     try:
         if device.type == "cuda":
             limit_memory(config, device)
-        return trace_trial(config, device, build_data(config.workload), folder, name=name, progress=progress)
+        return trace_trial(config, device, build_data(config.workload), folder, name, progress)
     finally:
         _give_back_memory()
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-import pytest
 from PIL import Image
 
 import sweep.trial.timeline as module
@@ -71,29 +69,20 @@ def test_what_came_before_the_step_is_where_it_starts() -> None:
     assert found.events == 0 and found.mib == {"parameter": [2.0]} and found.peak.mib == 2.0
 
 
-def test_leaving_points_out_loses_neither_peaks_nor_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_POINTS", 40)
-    total = np.random.default_rng(0).random(10_000)
-    total[6789] = 5.0  # one event wide
-    kept = module._kept(total)
-    assert len(kept) <= 42 and {0, 6789, 9999} <= set(kept.tolist())
-    assert list(kept) == sorted(set(kept.tolist()))
-    assert total[kept].min() == total.min()
-
-
-def test_a_large_step_is_kept_small_and_pieces_of_one_phase_that_follow_each_other_are_one() -> None:
+def test_a_large_step_is_kept_small_and_loses_neither_its_peak_nor_its_end() -> None:
     ledger = Ledger()
     recorder = Recorder(ledger)
     recorder.begin()
     for i in range(30_000):
         recorder.enter_phase("forward")
-        id = ledger.log.add((1 + i % 7) * MIB, Category.temporary, "forward", "aten.mm", "", NO_NODE)
-        ledger.log.end(id)
+        size = 9 if i == 12_345 else 1 + i % 7
+        ledger.log.end(ledger.log.add(size * MIB, Category.temporary, "forward", "aten.mm", "", NO_NODE))
         recorder.leave_phase("forward")
     found = timeline(ledger, recorder, "cpu")
     assert found.events == 60_000 and len(found.positions) <= module.MOST_POINTS + 2
-    assert max(found.mib["temporary"]) == 7.0 == found.peak.mib
-    assert found.phases == [Band("forward", 0, 60_000)]
+    assert {0, found.peak_position, 60_000} <= set(found.positions) and found.positions == sorted(set(found.positions))
+    assert max(found.mib["temporary"]) == 9.0 == found.peak.mib and min(found.mib["temporary"]) == 0.0
+    assert found.phases == [Band("forward", 0, 60_000)], "pieces of one phase that follow each other are one"
 
 
 def test_the_picture_shows_parts_phases_and_the_peak(tmp_path: Path) -> None:
