@@ -12,65 +12,83 @@ import re
 import shlex
 import sys
 import warnings
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
-from sweep.config.schema import BudgetConf
 from sweep.errors import EXIT_BAD_INPUT, EXIT_OK, BadInput
-from sweep.report.budgets import Asked, add_options, asked_in, option, survey, write_survey
-from sweep.report.data import Report, Row, Section, build, shown_at_most, shown_path
-from sweep.report.html import html
-from sweep.report.markdown import describe, markdown
-from sweep.report.terminal import print_report, print_survey, report_console, single_line
+from sweep.report.blocks import Block, Commands, Heading, Text
+from sweep.report.budgets import Asked, add_options, asked_in, option, survey, survey_blocks
+from sweep.report.content import page, screen, where_to_look
+from sweep.report.data import STATE, Judged, Report, build, judge, shown_path, state_of
+from sweep.report.markdown import describe as describe_blocks
+from sweep.report.markdown import render
+from sweep.report.terminal import print_blocks, report_console, single_line
 from sweep.results import TrialResult, read_trials, write_json
 
 __all__ = [
+    "STATE",
+    "Judged",
     "Report",
-    "Row",
-    "Section",
     "describe",
+    "judge",
     "markdown",
     "print_report",
     "read_sweep",
-    "render",
     "report_console",
     "single_line",
     "write_report",
 ]
+T = TypeVar("T")
 
 
-def write_report(
-    results: list[TrialResult],
-    budget: BudgetConf | None,
-    capacity_mib: float | None,
-    folder: Path,
-    *,
-    command: str = "",
-    most: int | None = None,
-) -> Report:
-    """Judge the trials and write report.json, report.md, report.html and the plots into `folder`.
+def write_report(judged: list[Judged], folder: Path, *, command: str = "", most: int | None = None) -> Report:
+    """Write report.json, report.md, report.html and the plots of what was concluded into `folder`.
 
-    budget, capacity_mib (the device's memory): to judge all by; None: each comparison by its own. command: what repeats
-    the sweep. most: trials shown beside the baselines, None: all. Raises ValueError without any result. A plot that
-    cannot be drawn is a warning: what was measured is worth more than its picture.
+    command: what repeats the sweep. most: trials shown beside the baselines. Raises ValueError without any result.
     """
-    report = build(results, budget, capacity_mib, folder, command, most=most)
+    report = build(judged, folder, command, most=most)
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(report.data(), report.json_path)
-    try:
-        from sweep.report.plots import draw  # only now: matplotlib takes a second to import
-
-        report.plots = draw(report)
-    except Exception as error:
-        warnings.warn(f"the plots were not drawn: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
+    write_json(report.data(), report.json_path)  # what was measured is worth more than its pictures
+    report.plots = _drawn(lambda plots: plots.draw(report)) or []
     write_json(report.data(), report.json_path)
     report.markdown_path.write_text(markdown(report), encoding="utf-8")
+    from sweep.report.html import html  # only now: jinja2 is not needed to print
+
     report.html_path.write_text(html(report), encoding="utf-8")
     return report
+
+
+def _drawn(draw: Callable[[Any], T]) -> T | None:
+    """What cannot be drawn is a warning."""
+    try:
+        from sweep.report import plots  # only now: matplotlib takes a second to import
+
+        return draw(plots)
+    except Exception as error:
+        warnings.warn(f"the plots were not drawn: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=3)
+        return None
+
+
+def _whole(report: Report) -> list[Block]:
+    return [block for section in report.sections for block in page(section)] + where_to_look(report)
+
+
+def markdown(report: Report) -> str:
+    return render(_whole(report))
+
+
+def describe(report: Report) -> str:
+    """The report as the description of an MLflow run, which has a limit."""
+    return describe_blocks(_whole(report))
+
+
+def print_report(report: Report, console: Console | None = None) -> None:
+    """Table, what fills the memory, verdict, next actions and where to look, for each comparison."""
+    blocks = [block for section in report.sections for block in screen(section)]
+    print_blocks([*blocks, *where_to_look(report)], console if console is not None else report_console())
 
 
 def read_sweep(folder: Path) -> list[TrialResult]:
@@ -94,37 +112,6 @@ def _natural(path: Path) -> tuple[tuple[int, str], ...]:
     return tuple((int(part or 0), text) for part, text in re.findall(r"(\d+)|(\D+)", str(path)))
 
 
-@dataclass
-class Stored:
-    """A sweep as it lies in its folder."""
-
-    results: list[TrialResult]
-    command: str  # repeats the sweep
-    most: int | None  # trials shown beside the baselines; None: all
-
-    @classmethod
-    def read(cls, folder: Path) -> Stored:
-        """Raises BadInput where there is nothing to read."""
-        results = read_sweep(folder)
-        stored: Any = None
-        path = folder / "report.json"
-        if path.is_file():
-            with suppress(OSError, ValueError):  # a report is made from results; a broken older one is no obstacle
-                stored = json.loads(path.read_text(encoding="utf-8"))
-        command = stored.get("command") if isinstance(stored, dict) else None
-        return cls(
-            results=results,
-            command=str(command or ""),
-            most=shown_at_most(folder, results),
-        )
-
-
-def render(folder: Path) -> Report:
-    """The report of a sweep again, from its stored results and under the budgets that they had."""
-    s = Stored.read(folder)
-    return write_report(s.results, None, None, folder, command=s.command, most=s.most)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m sweep.report",
@@ -134,59 +121,62 @@ def main(arguments: list[str] | None = None) -> int:
     add_options(parser)
     given = parser.parse_args(arguments)
     try:
-        asked = asked_in(given)
-        if asked:
-            s = Stored.read(given.folder)
-            answer(s.results, given.folder, asked, report_console(), command=s.command, most=s.most)
-        else:
-            print_report(render(given.folder))
+        asked, results = asked_in(given), read_sweep(given.folder)
     except BadInput as error:
         print(error, file=sys.stderr)
         return EXIT_BAD_INPUT
+    command, most = _as_before(given.folder, results)
+    if asked:
+        _answer(results, given.folder, asked, command, most)
+    else:
+        print_report(write_report(judge(results), given.folder, command=command, most=most))
     return EXIT_OK
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _as_before(folder: Path, results: list[TrialResult]) -> tuple[str, int | None]:
+    """The command that repeats the sweep, and how many trials its report shows (a search's `search.report_best`)."""
+    try:
+        command = json.loads((folder / "report.json").read_text(encoding="utf-8"))["command"]
+    except (OSError, ValueError, TypeError, KeyError):  # a broken older report is no obstacle
+        command = ""
+    search = results[0].config.get("search") or {}
+    most = search.get("report_best") if state_of(folder).get("study") or search.get("name") else None
+    return str(command or ""), most
 
 
-def answer(
-    results: list[TrialResult],
-    folder: Path,
-    asked: Asked,
-    console: Console,
-    *,
-    command: str = "",
-    most: int | None = None,
-) -> list[Path]:
-    """Judge `results` under the budgets asked about; print it, and write sensitivity.* into `folder`; returns these.
+def _answer(results: list[TrialResult], folder: Path, asked: Asked, command: str, most: int | None) -> None:
+    """Print and write what other budgets give; with one value for each setting the report under that budget as well.
 
-    With one value for each setting the whole report under that budget is printed as well. The sweep's own report is not
-    touched. command, most: as for `sweep.report.data.build`.
+    The sweep's own report is not touched.
     """
-    options = options_words(asked)
+    console = report_console()
+    options = " ".join(f"{option(key)} {','.join(map(_typed, values))}" for key, values in asked.items())
     if all(len(values) == 1 for values in asked.values()):
-        other = {key: values[0] for key, values in asked.items()}
-        report = build(results, None, None, folder, command, most=most, changes=other)
+        report = build(judge(results, changes={k: v[0] for k, v in asked.items()}), folder, command, most=most)
         report.options = options
         words = ", ".join(f"budget.{key}={_typed(values[0])}" for key, values in asked.items())
         for section in report.sections:
-            section.notes = [
-                f"Under another budget than the sweep's own: {words}. Nothing was run for it.",
-                *section.notes,
-            ]
+            note = f"Under another budget than the sweep's own: {words}. Nothing was run for it."
+            section.notes = [note, *section.notes]
         print_report(report, console)
-    surveys = survey(results, None, None, asked)
+    surveys = survey(judge(results), asked)
     again = f"python -m sweep.report {shlex.quote(shown_path(folder))} {options}"
-    files = write_survey(surveys, folder, asked, again)
-    print_survey(surveys, files, console)
-    return files
-
-
-def options_words(asked: Asked) -> str:
-    """The options as typed."""
-    return " ".join(f"{option(key)} {','.join(map(_typed, values))}" for key, values in asked.items())
+    pictures = _drawn(lambda plots: plots.draw_surveys(surveys, folder)) or []
+    files = [folder / "sensitivity.json", folder / "sensitivity.md", *pictures]
+    plots = [path.name for path in pictures]
+    comparisons = [found.data() for found in surveys]
+    write_json({"schema_version": 2, "command": again, "asked": asked, "plots": plots, "comparisons": comparisons}, files[0])
+    blocks = [block for found in surveys for block in survey_blocks(found)]
+    shown = "\n\n".join(f"![regions by the trial to take]({path.name})" for path in pictures)
+    text = render([*blocks, Heading("Which command repeats it?"), Commands([("again", again)])])
+    files[1].write_text(f"{text}\n{shown}\n", encoding="utf-8")
+    names = ", ".join(path.name for path in files)
+    print_blocks([*blocks, Text(""), Commands([("files", f"{shown_path(folder)}/: {names}")])], console)
 
 
 def _typed(value: float | None) -> str:
     return "none" if value is None else f"{value:.12g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,337 +1,47 @@
-"""The questions of a reader who was not there, answered from the stored results of one comparison."""
+"""The content of a report, built once as blocks: what a screen has room for, and a page that answers a reader's
+questions who was not there."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sweep.config.strategy_names import Knobs
-from sweep.decide.verdict import UNDECIDED
+from sweep.decide.causes import parts_of
+from sweep.decide.reasons import LASTING
 from sweep.format import EVIDENCE_SHORT, NOT_KNOWN, OUTCOME_WORDS, count, error, loss, mib, ms, number, percent
-from sweep.report.data import Row, Section, shown_path
+from sweep.report.blocks import DETAIL, USEFUL, Block, Column, Commands, Heading, Picture, Points, Table, Text
+from sweep.report.data import Report, Row, Section, ranked, shown_path, state_of
 from sweep.report.notes import (
+    against_line,
     change_cell,
+    disturbed_words,
+    drift_words,
+    equality_words,
     evidence_line,
+    evidence_of,
     largest_line,
-    lasting_mib,
-    memory_row,
-    memory_shares,
     next_lines,
-    noisy_words,
-    prediction_summary,
+    noise_words,
+    prediction_lines,
     premise_lines,
     quality_cell,
-    reasons_words,
+    quality_lines,
+    quality_words,
+    repeats_words,
     says,
     seeds_words,
+    speed,
     spread,
+    table_notes,
     time_words,
     verdict_line,
 )
-from sweep.report.phrases import change_words, operator_words, sentence
-from sweep.results import RANGES, Category, Change, Drift, Evidence, Outcome
-
-#: How soon a block is left out where there is little room: never, before the essential, first.
-ALWAYS: int = 0
-USEFUL: int = 1
-DETAIL: int = 2
-
-
-@dataclass
-class Text:
-    """A paragraph; `lead` is shown in bold before it."""
-
-    text: str
-    lead: str = ""
-    rank: int = ALWAYS
-
-
-@dataclass
-class Points:
-    """A list; each item with what is shown in bold before it, "" for nothing."""
-
-    items: list[tuple[str, str]]
-    rank: int = ALWAYS
-    title: str = ""
-    per_trial: bool = False  # may be shortened, most important first
-
-
-@dataclass
-class Grid:
-    """A table. `trials` are the section's rows that its own are about, parallel to `rows`; empty for other tables."""
-
-    header: list[str]
-    rows: list[list[str]]
-    left: frozenset[str] = frozenset()  # headers of the columns that hold words; the first always does
-    trials: list[int] = field(default_factory=list)
-    strong: int | None = None  # the trial whose row is emphasised
-    rank: int = ALWAYS
-    title: str = ""
-    folded: bool = False  # shown on demand where that is possible
-
-
-@dataclass
-class Commands:
-    """What to type or open: label and line."""
-
-    lines: list[tuple[str, str]]
-    rank: int = ALWAYS
-
-
-@dataclass
-class Picture:
-    """Where a picture belongs; shown only where a file of this name was drawn, or where `path` is one."""
-
-    name: str  # without its suffix
-    caption: str
-    path: Path | None = None  # of one that lies elsewhere
-    rank: int = ALWAYS
-
-
-Block = Text | Points | Grid | Commands | Picture
-
-
-@dataclass
-class Answer:
-    """One question of a reader who was not there, and what is known of it."""
-
-    question: str
-    blocks: list[Block]
-
-
-def cost(section: Section) -> Answer:
-    blocks: list[Block]
-    if section.predicts:
-        blocks = [Text(_predicted_words(section)), _predicted_grid(section)]
-        return Answer("What did it cost?", blocks)
-    row = section.preferred or _cheapest(section)
-    if row is None or row.step_ms is None:
-        words = "Not known: no trial was timed (0 of " + count(len(section.rows), "trial") + ")."
-        return Answer("What did it cost?", [Text(words)])
-    blocks = [Points(_points(section, row), title=_title(section, row)), _measured_grid(section)]
-    blocks += [
-        Picture("pareto", "Peak memory against throughput"),
-        Picture("loss", "Training loss against the baseline's, and held-out loss"),
-    ]
-    return Answer("What did it cost?", blocks)
-
-
-def _cheapest(section: Section) -> Row | None:
-    """Where nothing is preferred: the fastest that was timed."""
-    timed = [r for r in section.rows if r.step_ms is not None and not r.is_baseline]
-    return min(timed, key=lambda r: r.step_ms or 0.0, default=None)
-
-
-def _title(section: Section, row: Row) -> str:
-    kind = "the preferred trial" if row is section.preferred else "not accepted; the fastest that was timed"
-    return f"{row.name} ({kind}, {EVIDENCE_SHORT.get(row.evidence, row.evidence)})"
-
-
-def _points(section: Section, row: Row) -> list[tuple[str, str]]:
-    points = [("Time:", time_words(section, row)), ("Quality:", quality_words(section, row))]
-    moved = (row.to_host_mib or 0.0) + (row.from_host_mib or 0.0)
-    points.append(("Host memory:", host_words(row)))
-    words = (
-        "0 MiB per step"
-        if not moved
-        else (
-            f"{mib(row.to_host_mib)} to the host and {mib(row.from_host_mib)} back per step, "
-            f"{mib(1000 * moved / row.step_ms)} per second"
-            if row.step_ms
-            else mib(moved)
-        )
-    )
-    points.append(("Moved:", f"{words}."))
-    return points
-
-
-def quality_words(section: Section, row: Row) -> str:
-    if row.eval_loss_mean is None and row.quality is None:
-        return "held-out loss was not evaluated (measure.eval_batches=0)."
-    if row.is_baseline or row.quality is None:
-        return f"held-out loss {loss(row.eval_loss_mean)}."
-    q = row.quality
-    verdict = {"equal": "equal to the baseline's", "unknown": "not known"}.get(
-        q.verdict, f"{q.verdict} than the baseline's"
-    )
-    return f"held-out loss {loss(q.loss)}, {verdict}: {q.why}."
-
-
-def host_words(row: Row) -> str:
-    if row.host_peak_mib is None:
-        return "not known: the ledger saw no step."
-    return f"{mib(row.host_peak_mib)} of copies at most (the ledger's)."
-
-
-def _measured_grid(section: Section) -> Grid:
-    has_quality = any(r.quality is not None and not r.is_baseline for r in section.rows)
-    header = ["strategy", "step ms", "against the baseline", "samples/s", "held-out loss"]
-    header += ["quality"] if has_quality else []
-    header += ["host MiB", "moved MiB per step", "grad err", "evidence"]
-    rows = []
-    for r in section.rows:
-        moved = None if r.to_host_mib is None or r.from_host_mib is None else r.to_host_mib + r.from_host_mib
-        cells = [r.name, spread(r), change_cell(r), number(r.samples_per_s), loss(r.eval_loss_mean)]
-        cells += [quality_cell(r)] if has_quality else []
-        rows.append([*cells, number(r.host_peak_mib), number(moved), error(r.grad_rel_err), r.evidence])
-    grid = Grid(
-        header, rows, frozenset(["quality", "evidence"]), list(range(len(rows))), section.comparison.preferred_index
-    )
-    return grid
-
-
-def _predicted_words(section: Section) -> str:
-    row = section.preferred
-    words = "Time, quality and host memory are not known: nothing was run. Theoretical, from what a step would do: "
-    of = next((r for r in [row, *section.candidates] if r is not None and r.predicted is not None), None)
-    if of is None or of.predicted is None:
-        return "Nothing is known of it: 0 trials were run or predicted."
-    p = of.predicted
-    transfer = f" ({ms(p.transfer_round_trip_ms)} at the link's bandwidth)" if p.transfer_round_trip_ms else ""
-    moved = mib(p.to_host_mib + p.from_host_mib)
-    return (
-        f"{words}{of.name} would recompute {percent(p.recompute_flops_ratio)} of a step's FLOPs "
-        f"and move {moved} per step{transfer}."
-    )
-
-
-def _predicted_grid(section: Section) -> Grid:
-    header = ["strategy", "recompute (theoretical)", "would move MiB", "transfer ms (theoretical)"]
-    rows = []
-    for r in section.rows:
-        p = r.predicted
-        cells = [NOT_KNOWN] * 3
-        if p is not None:
-            moved = number(p.to_host_mib + p.from_host_mib)
-            cells = [percent(p.recompute_flops_ratio), moved, number(p.transfer_round_trip_ms)]
-        rows.append([r.name, *cells])
-    return Grid(header, rows, trials=list(range(len(rows))), strong=section.comparison.preferred_index)
-
-
-def hold(section: Section) -> Answer:
-    points = [("Evidence:", evidence_words(section))]
-    if not section.predicts:
-        points.append(("Noise:", noise_words(section)))
-        points.append(("Drift:", drift_words(section.comparison.drift)))
-        points.append(("Disturbed:", disturbed_words(section)))
-        points.append(("Seeds:", seeds_words(section)))
-        points.append(("Same computation:", equality_words(section)))
-    points.append(("Predicted peaks:", prediction_summary(section)))
-    blocks: list[Block] = [Points([(lead, says(section, words)) for lead, words in points])]
-    if section.survival:
-        items = [("", says(section, line)) for line in section.survival]
-        blocks.append(Points(items, USEFUL, "Under other budgets"))
-    blocks.append(Picture("budgets", "Which trial is preferred under which budget"))
-    return Answer("Does it hold?", blocks)
-
-
-def evidence_words(section: Section) -> str:
-    words = evidence_line(section)
-    measured = [r.measurement for r in section.results if r.measurement is not None]
-    if not measured:
-        return f"{words} 0 of {count(len(section.rows), 'trial')} ran."
-    # The baseline has one repeat more, for the drift.
-    m = min(measured, key=lambda m: len(m.runs) or m.repeats)
-    runs = [run for run in m.runs if not run.error]
-    repeats = len(runs) or m.repeats
-    how = ""
-    if runs:
-        fresh = all(run.fresh_process for run in runs)
-        turns = len({run.index for run in runs}) > 1
-        how = (", each in a fresh process" if fresh else ", in one process") + (
-            ", in turn over the trials" if turns else ""
-        )
-    failed = sum(bool(run.error) for other in measured for run in other.runs)
-    lost = f" {count(failed, 'repeat')} did not come to an end and do not count." if failed else ""
-    least = min(len(x.step_times_ms) or x.steps * x.repeats for x in measured)
-    return (
-        f"{words} {len(measured)} of {count(len(section.rows), 'trial')} ran; {count(repeats, 'repeat')} of "
-        f"{count(m.steps, 'timed step')}{how}: at least {count(least, 'step time')} per trial.{lost}"
-    )
-
-
-def noise_words(section: Section) -> str:
-    timed = [r for r in section.rows if r.step_ms is not None]
-    if not timed:
-        return "not known: 0 trials were timed"
-    with_interval = [r for r in timed if r.step_ms_ci_low is not None and r.step_ms_ci_high is not None and r.step_ms]
-    words = []
-    if with_interval:
-        widest = max(with_interval, key=lambda r: _half_width(r))
-        words.append(
-            f"95 % bootstrap intervals of the median step times, the widest ± {percent(_half_width(widest), 1)} "
-            f"({widest.name})"
-        )
-    else:
-        spread = max((r.step_half_spread_ms or 0.0) / r.step_ms for r in timed if r.step_ms)
-        words.append(f"half the distance between the quartiles is at most {percent(spread, 1)} of the step time")
-    same = [r.name for r in section.candidates if r.step is not None and r.step.none]
-    if same:
-        words.append(f"no difference in time beyond the noise: {', '.join(same)}")
-    noisy = noisy_words(section)
-    return "; ".join(words) + (f". {noisy}" if noisy else "")
-
-
-def _half_width(row: Row) -> float:
-    """Half of the interval as a share of the step time."""
-    return ((row.step_ms_ci_high or 0.0) - (row.step_ms_ci_low or 0.0)) / 2 / row.step_ms if row.step_ms else 0.0
-
-
-def drift_words(drift: Drift | None) -> str:
-    """What the machine itself did between the first and the last repeat of the baseline."""
-    if drift is None:
-        return "not known: the baseline was not repeated at the end (0 repeats; measure.drift=true repeats it)"
-    d = drift.difference
-    change = f"{percent(d.ratio - 1, 1, sign=True)}"
-    interval = f"95 % interval {percent(d.low - 1, 1, sign=True)} to {percent(d.high - 1, 1, sign=True)}"
-    said = "none beyond the noise" if d.none else "beyond the noise, so differences of this size may be the machine's"
-    return (
-        f"the baseline took {ms(drift.first_ms)} per step at first and {ms(drift.last_ms)} in the end, "
-        f"{number(drift.minutes)} minutes later: {change} ({interval}), {said}"
-    )
-
-
-def disturbed_words(section: Section) -> str:
-    """Whose times may not be their own."""
-    disturbed = [r for r in section.rows if r.disturbed]
-    if disturbed:
-        told = [
-            f"{r.name} ({r.disturbed[0]}{f'; and {len(r.disturbed) - 1} more' if len(r.disturbed) > 1 else ''})"
-            for r in disturbed
-        ]
-        return f"{len(disturbed)} of {count(len(section.rows), 'trial')}: {', '.join(told)}"
-    observed = sum(run.conditions is not None for r in section.results if r.measurement for run in r.measurement.runs)
-    if not observed:
-        return "not known: the machine was not observed (0 readings)"
-    of = count(len(section.rows), "trial")
-    return f"0 of {of}, by {count(observed, 'reading')} of the machine while steps were timed"
-
-
-def equality_words(section: Section) -> str:
-    """Whether what was compared computes the same."""
-    checked = [r for r in section.candidates if r.verified is not None]
-    if not checked:
-        return "0 trials were verified against the baseline"
-    unknown = [r.name for r in checked if r.verified_status in UNDECIDED]
-    bad = [r.name for r in checked if not r.verified and r.name not in unknown]
-    worst = max((r.grad_rel_err for r in checked if r.grad_rel_err is not None and r.verified), default=None)
-    allowed = max((r.tolerance for r in checked if r.tolerance is not None), default=None)
-    of = f"{len(checked) - len(bad) - len(unknown)} of {count(len(checked), 'trial')}"
-    words = (
-        f"loss, gradients, buffers and updates of {of} equal the baseline's; "
-        f"largest relative error of a gradient {error(worst)} (allowed {error(allowed)})"
-    )
-    how: dict[str, list[str]] = {}
-    for row in checked:
-        if row.verified_how:
-            how.setdefault(row.verified_how, []).append(row.name)
-    words += "".join(f"; compared: {said}: {', '.join(names)}" for said, names in how.items())
-    words += f"; not known: {', '.join(unknown)}" if unknown else ""
-    return words + (f"; not equal: {', '.join(bad)}" if bad else "")
-
+from sweep.report.phrases import PART_WORDS, change_words, conclusion, next_action, operator_words, sentence
+from sweep.results import RANGES, Category, Change, Drift, Evidence, Outcome, Peak, Prediction
 
 #: Sentences that a reader takes in, and trials whose words are not read one by one any more.
 MOST_LINES, MOST_TRIALS = 6, 12
@@ -339,264 +49,267 @@ MOST_LINES, MOST_TRIALS = 6, 12
 SMALL = 0.01
 
 
-def why(section: Section) -> Answer:
-    explained = [r for r in section.candidates if r.explanation is not None]
-    if not explained and not section.why:
-        words = "Not known: there are not two trials with a peak to compare (0 explanations)."
-        return Answer("Why?", [Text(words)])
-    blocks: list[Block] = []
-    if section.why:
-        lines = [("", says(section, line)) for line in section.why]
-        blocks.append(Points(lines[:MOST_LINES], per_trial=True))
-        if len(lines) > MOST_LINES:
-            blocks.append(Points(lines[MOST_LINES:], DETAIL, "And", per_trial=True))
-    told = next((r for r in explained if r is section.preferred), None)
-    if told is not None:
-        blocks.append(_told(told))
-    blocks += [Picture("peak_change", "The change of the peak, taken apart"), *_changes(section, "peak")]
-    blocks += [Picture("time_change", "The change of the step time, taken apart"), *_changes(section, "time")]
-    others = [("", _told(r).text) for r in explained if r is not told]
-    if others:
-        left_out = len(others) - MOST_TRIALS
-        more = [("", f"{left_out} more are in report.json.")] if left_out > 0 else []
-        blocks.append(Points(others[:MOST_TRIALS] + more, DETAIL, "The other trials", per_trial=True))
-    findings = finding_lines(section)
-    if findings:
-        items = [(f"{name}:", sentence(line, first=False)) for name, line in findings]
-        blocks.append(Points(items, USEFUL, "What does not add up, or surprises"))
-    return Answer("Why?", blocks + _traces(section))
-
-
-def _told(row: Row) -> Text:
-    """A trial's explanation, which begins with its name."""
-    assert row.explanation is not None
-    words = " ".join(row.explanation.words)
-    return Text(words if words.startswith(row.name) else f"{row.name}: {words}")
-
-
-def finding_lines(section: Section) -> list[tuple[str, str]]:
-    """Names of trials and a finding, the preferred trial's first; what differs in its numbers alone is told once."""
-    rows = sorted(section.candidates, key=lambda r: r is not section.preferred)
-    disturbed = [words for row in section.rows for words in row.disturbed]  # told where it is asked what disturbed
-    found: dict[str, tuple[str, list[str]]] = {}
-    for row in rows:
-        for line in row.explanation.findings if row.explanation is not None else []:
-            if any(words in line for words in disturbed):
-                continue
-            alike = re.sub(r"\d[\d.]*", "#", line.replace(row.name, "*"))
-            found.setdefault(alike, (line, []))[1].append(row.name)
-    return [(names[0] + _alike(names[1:]), line) for line, names in found.values()]
-
-
-def _alike(names: list[str]) -> str:
-    return f" (and {', '.join(names)} alike)" if names else ""
-
-
-def because(section: Section) -> list[str]:
-    """Why, in a line or two: what changed at the preferred trial's peak and in its step, else what the trials share."""
-    row = section.preferred
-    told = row.explanation if row is not None else None
-    if told is None or section.predicts:
-        # What fills the baseline's peak is shown beside this already.
-        shared = [line for line in section.why if not line.startswith("The peak of ")]
-        return shared[: 4 if section.predicts else 2]
-    lines = []
-    if told.peak is not None:
-        moved = told.moment_before != told.moment_after
-        where = f"from {told.moment_before} to {told.moment_after}" if moved else f"in {told.moment_after} as before"
-        lines.append(f"peak {signed(told.peak.total)} MiB, {where}: {_parts_words(told.peak)}")
-    if told.time is not None and row is not None and not (row.step is not None and row.step.none):
-        lines.append(f"step {signed(told.time.total)} ms: {_parts_words(told.time)}")
-    return lines
-
-
-def _parts_words(change: Change, most: int = 3) -> str:
-    """`activations -183.9 MiB, temporaries +3.1 MiB`."""
-    least = 0.02 * max([abs(change.total), *(abs(p.value) for p in change.parts)])
-    shown = [f"{p.name} {signed(p.value)} {change.unit}" for p in change.parts[:most] if abs(p.value) > least]
-    return ", ".join(shown) or "by nothing that is known"
-
-
-def _changes(section: Section, which: str) -> list[Block]:
-    """One table: a column per part, the residual and the total, a row per trial."""
-    changes = [(i, r, change) for i, r in enumerate(section.rows) if (change := change_of(r, which)) is not None]
-    if not changes:
-        return []
-    unit = changes[0][2].unit
-    size: dict[str, float] = {}
-    for _, _, change in changes:
-        for part in change.parts:
-            size[part.name] = max(size.get(part.name, 0.0), abs(part.value))
-    biggest = max(size.values(), default=0.0)
-    names = [n for n in sorted(size, key=lambda n: -size[n]) if size[n] > SMALL * biggest]
-    small = ["smaller parts"] if len(names) < len(size) else []
-    header = ["strategy", "before", *names, *small, "not explained", "after"]
-    lines = []
-    for _, row, change in changes:
-        parts = {part.name: part.value for part in change.parts}
-        cells = [signed(parts[n]) if n in parts else "0" for n in names]
-        if small:
-            cells.append(signed(sum(value for name, value in parts.items() if name not in names)))
-        lines.append([row.name, number(change.before), *cells, signed(change.residual), number(change.after)])
-    how = EVIDENCE_SHORT.get(changes[0][1].evidence, changes[0][1].evidence)
-    what = "Peak" if which == "peak" else "Step time"
-    title = f"{what} in {unit}: before + parts + what is not explained = after ({how})"
-    return [Grid(header, lines, trials=[i for i, _, _ in changes], rank=DETAIL, title=title, folded=len(lines) > 12)]
-
-
-def change_of(row: Row, which: str) -> Change | None:
-    """The change of the peak or of the time of a row."""
-    if row.explanation is None:
-        return None
-    return row.explanation.peak if which == "peak" else row.explanation.time
-
-
-def signed(value: float) -> str:
-    return number(value) if value <= 0 or number(value) in ("0", "0.00") else f"+{number(value)}"
-
-
-#: What the files of a trace are.
-_KINDS = {
-    "trace.json.gz": "trace",
-    "memory_timeline.png": "picture of the memory",
-    "memory_timeline.json": "memory over a step",
-    "memory_snapshot.pickle": "allocator's snapshot",
-}
-
-
-def _paths(row: Row, files: list[str]) -> list[Path]:
-    return [Path(row.folder) / name for name in files]
-
-
-def _traces(section: Section) -> list[Block]:
-    """The traces that were taken: shares of a step, and the files."""
-    traced = [r for r in section.rows if r.trace is not None]
-    if not traced:
-        return []
-    names = [n for n in RANGES if any((r.trace and r.trace.ranges_ms.get(n)) for r in traced)]
-    lines = []
-    for row in traced:
-        assert row.trace is not None
-        total = sum(row.trace.ranges_ms.values())
-        shares = [percent(row.trace.ranges_ms.get(n, 0.0) / total) if total else NOT_KNOWN for n in names]
-        lines.append([row.name, ms(row.trace.step_ms), *shares, number(float(row.trace.operators))])
-    header = ["traced", "step under the profiler", *names, "operators per step"]
-    title = "Shares of a step under the profiler, which slows it down"
-    grid = Grid(header, lines, rank=DETAIL, title=title)
-    blocks: list[Block] = [grid]
-    files = [(row.name, path) for row in traced if row.trace is not None for path in _paths(row, row.trace.files)]
-    blocks += [
-        Picture(path.stem, f"Memory of {name} over one optimizer step, by what it holds", path, DETAIL)
-        for name, path in files
-        if path.suffix == ".png"
+def screen(section: Section) -> list[Block]:
+    """What a terminal has room for: all trials, what fills the memory, the verdict, and what to do next."""
+    c, shown = section.comparison, "prediction" if section.predicts else "trial"
+    quality = quality_lines(section)
+    findings = finding_lines(section)[: 1 if section.predicts else 2]
+    survival = [("Other budgets:", sentence(section.survival[0]))] if section.survival else []
+    return [
+        Heading(f"{section.title}: {count(len(section.rows), shown)}", 1),
+        Text(against_line(section)),
+        *(Text(note) for note in section.notes),
+        overview(section),
+        *(Text(line, quiet=True) for line in table_notes(section)),
+        *(Text(line) for line in premise_lines(section)),
+        *([Text(f"{'; '.join(quality)}.", "Held-out loss against the baseline's:")] if quality else []),
+        *memory(memory_row(section), section.preferred),
+        Heading("Prediction against measurement (peak allocated)"),
+        Points([("", line) for line in prediction_lines(section)]),
+        Heading(f"Verdict: {verdict_line(section)}"),
+        Text(says(section, conclusion(c, section.results))),
+        Points(
+            [
+                *(("Why:", says(section, words)) for words in because(section)),
+                *(("Finding:", f"{name}: {sentence(line, first=False)}") for name, line in findings),
+                *survival,
+                ("Next:", sentence(next_action(c), first=False)),
+            ]
+        ),
+        Heading("Not accepted"),
+        _blocked(section),
     ]
-    if files:
-        told = [(f"{_KINDS.get(path.name, 'recorded')} of {name}", shown_path(path)) for name, path in files]
-        blocks += [Text("Traces open at ui.perfetto.dev.", rank=DETAIL), Commands(told, DETAIL)]
-    return blocks
 
 
-#: From here on a table is long enough to be shown on demand.
-MANY = 12
-
-
-def lead(section: Section) -> list[Block]:
-    """What a reader takes away who reads no further."""
+def page(section: Section) -> list[Block]:
+    """The whole: what a reader takes away who reads no further, then the answers to the questions as they are asked."""
     c = section.comparison
     return [
-        Text(says(section, c.why), f"Verdict: {verdict_line(section)}."),
-        Text(sentence(c.next_action, first=False), "Next:"),
+        Heading(section.title, 1),
+        Text(says(section, conclusion(c, section.results)), f"Verdict: {verdict_line(section)}."),
+        Text(sentence(next_action(c), first=False), "Next:"),
         *(Text(note) for note in section.notes),
+        Text(against_line(section), quiet=True),
+        overview(section),
+        Heading("What filled the memory?"),
+        *pressure(section),
+        Heading("What was changed?"),
+        *changed(section),
+        Heading("What did it save?"),
+        *saved(section),
+        Heading("What did it cost?"),
+        *cost(section),
+        Heading("Why?"),
+        *why(section),
+        Heading("Does it hold?"),
+        *hold(section),
+        Heading("What next?"),
+        Text(says(section, next_action(c))),
+        _blocked(section),
+        *_what_if(section),
+        Points([("", line) for line in table_notes(section)], "How to read the tables", DETAIL),
     ]
 
 
-def answers(section: Section) -> list[Answer]:
-    """In the order in which they are asked."""
+def where_to_look(report: Report) -> list[Block]:
+    """Files, MLflow, and the commands that repeat a trial, the sweep and this report."""
+    folder = shown_path(report.folder)
+    label = "the report under the sweep's own budget" if report.options else "files"
+    lines = [(label, f"{folder}/: {', '.join(path.name for path in report.files)}"), *_in_mlflow(report)]
+    for section in report.sections:
+        row = section.preferred or section.baseline or section.rows[0]
+        lines += [(f"{row.name} again", row.result.command)] if row.result.command else []
+    lines += [("the sweep again", report.command)] if report.command else []
+    again = f"python -m sweep.report {shlex.quote(folder)} {report.options}".rstrip()
+    return [Heading("Which command repeats it?"), Commands([*lines, ("this report again", again)])]
+
+
+def _in_mlflow(report: Report) -> list[tuple[str, str]]:
+    """What to type or open to see the runs; nothing where tracking is off."""
+    if report.tracking.get("enabled") is False:
+        return []
+    page = str(state_of(report.folder).get("page") or "")
+    # A password in the address is not for reports.
+    uri = re.sub(r"(://[^:@/\s]*):[^@/\s]*@", r"\1:***@", str(report.tracking.get("uri") or ""))
+    if page and not page.startswith("#"):
+        return [("mlflow", f"open {page}")]
+    if uri.startswith(("http://", "https://")):
+        return [("mlflow", f"open {uri}")]
+    there = [("this sweep there", f"http://127.0.0.1:5000/{page}")] if page else []
+    return [("mlflow", f"mlflow ui --backend-store-uri {shlex.quote(uri or 'sqlite:///mlruns/mlflow.db')}"), *there]
+
+
+
+# -- tables of trials -------------------------------------------------------------------------------------------------
+
+
+def _trials(section: Section, columns: Sequence[Column], rank: int = 0) -> Table:
+    """A row for each trial; columns in which nothing is known are left out."""
+    kept = [c for c in columns if c.words or any(cell != NOT_KNOWN for cell in c.cells)]
+    place = {id(section.results[i]): n for n, i in enumerate(ranked(section.results, section.comparison))}
+    strong = next((i for i, r in enumerate(section.rows) if r is section.preferred), None)
+    return Table(kept, "", rank, [place[id(r.result)] for r in section.rows], strong)
+
+
+def _bars(values: Sequence[float | None], limit: float | None = None) -> tuple[list[float | None], float | None]:
+    """Shares of the largest value, and where a limit lies among them where it is near enough to be shown."""
+    most = max((v for v in values if v is not None), default=0.0)
+    reach = max(most, limit) if limit is not None and limit <= 2.5 * most else most
+    shares = [None if v is None or reach <= 0 else v / reach for v in values]
+    return shares, limit / reach if limit is not None and 0 < limit <= reach else None
+
+
+def overview(section: Section) -> Table:
+    """Peak and speed of every trial, and what was decided."""
+    rows = section.rows
+
+    def column(header: str, show: Callable[[Row], str], rank: int = 0, words: bool = False) -> Column:
+        return Column(header, [show(r) for r in rows], words, rank)
+
+    def predicted(header: str, show: Callable[[Prediction], str], rank: int = 0) -> Column:
+        return column(header, lambda r: show(r.predicted) if r.predicted is not None else NOT_KNOWN, rank)
+
+    name, verdict = column("strategy", lambda r: r.name, words=True), column("verdict", lambda r: r.decision.verdict)
+    verdict.words = True
+    if section.predicts:
+        peak = predicted("allocated MiB", lambda p: number(p.allocated_mib))
+        peak.shares, peak.mark = _bars([r.peak_mib for r in rows], section.comparison.cap_mib)
+        columns = [
+            name,
+            peak,
+            predicted("reserved MiB", lambda p: number(p.reserved_mib)),
+            predicted("headroom MiB", _headroom),
+            column("peak in", lambda r: r.peak.phase if r.peak else r.result.outcome, words=True),
+            predicted("would move MiB", lambda p: number(p.to_host_mib + p.from_host_mib)),
+            predicted("transfer ms", lambda p: number(p.transfer_round_trip_ms), USEFUL),
+            predicted("recompute", lambda p: percent(p.recompute_flops_ratio)),
+        ]
+        return _trials(section, [*columns, verdict])
+    peak = column("peak MiB", lambda r: number(r.peak_mib))
+    peak.shares, peak.mark = _bars([r.peak_mib for r in rows], section.comparison.cap_mib)
+    fast = column("speed", lambda r: speed(r) if r.step_ms is not None else NOT_KNOWN)
+    fast.shares = _bars([r.measured.samples_per_s if r.measured else None for r in rows])[0]
+    columns = [
+        name,
+        column("outcome", lambda r: r.result.outcome, DETAIL, words=True),
+        peak,
+        column("reserved MiB", lambda r: number(r.measured.peak_reserved_mib) if r.measured else NOT_KNOWN, DETAIL),
+        column("saved MiB", lambda r: number(r.decision.saved_mib)),
+        column("step ms", lambda r: spread(r) if r.step_ms is not None else r.result.outcome),
+        fast,
+        column("eval loss", lambda r: loss(r.eval_loss), USEFUL),
+        column("grad err", lambda r: error(v.grad_rel_err) if (v := r.result.verification) else NOT_KNOWN, USEFUL),
+    ]
+    return _trials(section, [*columns, verdict])
+
+
+def _headroom(p: Prediction) -> str:
+    if p.headroom_mib is None:
+        return "fits" if p.fits else "no"
+    return f"{'+' if p.headroom_mib >= 0 else ''}{number(p.headroom_mib)}{'?' if p.unsure else ''}"
+
+
+# -- what filled the memory? ------------------------------------------------------------------------------------------
+
+
+def memory_row(section: Section) -> Row | None:
+    """The row whose peak is explained: the baseline, or where its peak is not known the first that has one."""
+    base = section.baseline
+    return next((r for r in [*([base] if base else []), *section.rows] if r.peak is not None), None)
+
+
+def memory_parts(peak: Peak) -> list[tuple[str, float, float]]:
+    """Part in words, MiB and share of the peak, largest first."""
+    found = {PART_WORDS.get(part, part): size for part, size in parts_of(peak).items() if size > 0}
+    total = sum(found.values())
+    return [(part, size, size / total) for part, size in sorted(found.items(), key=lambda item: -item[1])]
+
+
+def moment_words(peak: Peak) -> str:
+    """`backward at mm of blocks.7.mlp.down`"""
+    operator = f" at {operator_words(peak.operator)}" if peak.operator else ""
+    return f"{peak.phase}{operator}{f' of {peak.module}' if operator and peak.module else ''}"
+
+
+def memory(row: Row | None, other: Row | None = None, title: str = "What fills the memory at the peak") -> list[Block]:
+    """What is alive at the peak of `row`, with `other`'s (the preferred trial's) beside it."""
+    if row is None or row.peak is None:
+        return []
+    peak, how = row.peak, "predicted" if not row.peak_was_seen else "the ledger's account"
+    kind = "" if row.peak_was_seen and row.result.evidence == Evidence.cpu.value else f" ({how})"
+    total = peak.mib if row.peak_was_seen or row.predicted is None else row.predicted.allocated_mib
     return [
-        pressure(section),
-        changed(section),
-        saved(section),
-        cost(section),
-        why(section),
-        hold(section),
-        what_next(section),
+        Heading(f"{title} of {row.name}: {mib(total)}{kind}, in {moment_words(peak)}", 3),
+        *_memory_table(row, other),
     ]
 
 
-def pressure(section: Section) -> Answer:
+def _memory_table(row: Row, other: Row | None) -> list[Block]:
+    assert row.peak is not None
+    parts = memory_parts(row.peak)
+    columns = [
+        Column("part", [name for name, _, _ in parts], words=True),
+        Column("MiB", [number(size) for _, size, _ in parts]),
+    ]
+    if other is not None and other is not row and other.peak is not None:
+        beside = {name: size for name, size, _ in memory_parts(other.peak)}
+        columns.append(Column("at the preferred's", [number(beside.get(name, 0.0)) for name, _, _ in parts]))
+    columns.append(Column("share", [percent(s) for _, _, s in parts], shares=[s for _, _, s in parts]))
+    largest = largest_line(row.peak)
+    return [Table(columns, rank=USEFUL), *([Text(f"{largest}.", "Largest:", USEFUL)] if largest else [])]
+
+
+def pressure(section: Section) -> list[Block]:
     """Memory at the baseline's peak against the cap, and what fills it."""
     blocks: list[Block] = [Text(_pressure_words(section))]
     row = memory_row(section)
-    if row is None:
-        return Answer("What was the pressure?", [*blocks, Text("What filled the memory is not known: no peak is.")])
-    total = sum(row.at_peak_mib.values())
-    activations, lasting = row.at_peak_mib.get(Category.activation.value, 0.0), lasting_mib(row)
-    blocks.append(
-        Text(
-            f"Of it {mib(activations)} ({percent(activations / total)}) are activations, which is what the strategies "
-            f"here lower; {mib(lasting)} ({percent(lasting / total)}) are parameters, gradients and optimizer state, "
-            f"which none of them does. {_source(row)}"
-        )
+    if row is None or row.peak is None:
+        return [*blocks, Text("What filled the memory is not known: no peak is.")]
+    at_peak = row.peak.at_peak_mib
+    total, activations = sum(at_peak.values()), at_peak.get(Category.activation.value, 0.0)
+    lasting = sum(at_peak.get(c.value, 0.0) for c in LASTING)
+    source = "These shares are predicted." if not row.peak_was_seen else "The shares are the ledger's account."
+    if row.peak_was_seen and row.result.evidence == Evidence.cpu.value:
+        source = ""
+    words = (
+        f"Of it {mib(activations)} ({percent(activations / total)}) are activations, which is what the strategies here "
+        f"lower; {mib(lasting)} ({percent(lasting / total)}) are parameters, gradients and optimizer state, which none "
+        f"of them does. {source}"
     )
-    other = section.preferred if section.preferred is not row else None
-    beside = {name: value for name, value, _ in memory_shares(other)} if other is not None else {}
-    header = [f"at the peak of {row.name}", "MiB", "share"] + (["MiB at the preferred's peak"] if beside else [])
-    rows = [
-        [name, number(value), percent(share)] + ([number(beside.get(name, 0.0))] if beside else [])
-        for name, value, share in memory_shares(row)
-    ]
-    blocks.append(Grid(header, rows, rank=USEFUL))
-    largest = largest_line(row)
-    if largest:
-        blocks.append(Text(f"{largest}.", "Largest:", rank=USEFUL))
-    return Answer("What was the pressure?", [*blocks, Picture("at_peak", "What is alive at the peak of each trial")])
+    picture = Picture("at_peak", "What is alive at the peak of each trial")
+    return [*blocks, Text(words), *_memory_table(row, section.preferred), picture]
 
 
 def _pressure_words(section: Section) -> str:
     """The baseline's peak against the cap."""
     c, row = section.comparison, section.baseline
     cap = f"the cap of {mib(c.cap_mib)} ({c.cap_source})" if c.cap_mib is not None else ""
+    allowed = f"; allowed is {cap}" if cap else ""
     if row is None:
-        return f"There is no baseline here, so the pressure is not known{f'; allowed is {cap}' if cap else ''}."
-    peak, how = row.peak_mib, EVIDENCE_SHORT.get(row.evidence, row.evidence)
-    words = ""
-    if row.outcome != Outcome.ok.value:
-        words = f"The baseline {OUTCOME_WORDS.get(row.outcome, row.outcome)}. "
+        return f"There is no baseline here, so its peak is not known{allowed}."
+    peak, how, words = row.peak_mib, row.result.evidence, ""
+    if row.result.outcome != Outcome.ok.value:
+        words = f"The baseline {OUTCOME_WORDS.get(row.result.outcome, row.result.outcome)}. "
         if row.predicted is not None:
-            peak, how = row.predicted.allocated_mib, EVIDENCE_SHORT[Evidence.predicted.value]
+            peak, how = row.predicted.allocated_mib, Evidence.predicted.value
     if peak is None:
-        return f"{words}Its peak is not known{f'; allowed is {cap}' if cap else ''}."
-    where = _where(row)
-    words += f"The baseline's peak is {mib(peak)} ({how}){f', in {where}' if where else ''}"
+        return f"{words}Its peak is not known{allowed}."
+    where = f", in {moment_words(row.peak)}" if row.peak is not None else ""
+    words += f"The baseline's peak is {mib(peak)} ({EVIDENCE_SHORT.get(how, how)}){where}"
     if c.cap_mib is None:
         return f"{words}. No memory cap is set (budget.memory_mib) and the device's capacity is not known."
     over = peak - c.cap_mib
-    against = f"{mib(over)} over" if over > 0 else f"{mib(-over)} below"
-    return f"{words}: {percent(peak / c.cap_mib)} of {cap}, {against} it."
+    return f"{words}: {percent(peak / c.cap_mib)} of {cap}, {mib(abs(over))} {'over' if over > 0 else 'below'} it."
 
 
-def _where(row: Row) -> str:
-    if row.peak is not None and row.outcome == Outcome.ok.value:
-        phase, operator, module = row.peak.phase, row.peak.operator, row.peak.module
-    elif row.predicted is not None:
-        phase, operator, module = row.predicted.peak_phase, row.predicted.peak_operator, ""
-    else:
-        return ""
-    return phase + (f" at {operator_words(operator)}" if operator else "") + (f" of {module}" if module else "")
+# -- what was changed, what did it save? ------------------------------------------------------------------------------
 
 
-def _source(row: Row) -> str:
-    if row.peak is None:
-        return "These shares are predicted."
-    return "The shares are the ledger's account." if row.evidence != Evidence.cpu.value else ""
-
-
-def changed(section: Section) -> Answer:
+def changed(section: Section) -> list[Block]:
     """What is equal for all trials, and what each changes."""
-    rows = [[row.name, strategy_words(Knobs.of(result))] for row, result in zip(section.rows, section.results)]
-    grid = Grid(["strategy", "what it does"], rows, frozenset(["what it does"]), list(range(len(rows))))
-    grid.strong, grid.rank, grid.folded = section.comparison.preferred_index, USEFUL, len(rows) > MANY
-    return Answer("What was changed?", [Text(f"Only the strategy. {fixed_words(section)}"), grid])
+    names = Column("strategy", [r.name for r in section.rows], words=True)
+    does = Column("what it does", [strategy_words(Knobs.of(r.result)) for r in section.rows], words=True)
+    return [Text(f"Only the strategy. {fixed_words(section)}"), _trials(section, [names, does], USEFUL)]
 
 
 def fixed_words(section: Section) -> str:
@@ -637,107 +350,319 @@ def strategy_words(knobs: Knobs) -> str:
     whole = knobs.global_batch_size
     if knobs.splits:
         of = f" of {whole}" if whole is not None else ""
-        pieces = (
-            f", {count(math.ceil(whole / knobs.micro_batch_size), 'piece')}" if whole and knobs.micro_batch_size else ""
-        )
+        pieces = ""
+        if whole and knobs.micro_batch_size:
+            pieces = f", {count(math.ceil(whole / knobs.micro_batch_size), 'piece')}"
         parts.append(f"computes {knobs.micro_batch_size}{of} samples at once{pieces}")
     if knobs.checkpoints:
+        blocks = "every block" if knobs.every_k == 1 else f"one block in {knobs.every_k}"
         which = {
-            "blocks": "every block" if knobs.every_k == 1 else f"one block in {knobs.every_k}",
+            "blocks": blocks,
             "segments": f"segments of {count(knobs.segment_size, 'block')}",
-            "selective": "every block but for matmul and attention results"
-            if knobs.every_k == 1
-            else f"one block in {knobs.every_k} but for matmul and attention results",
+            "selective": f"{blocks} but for matmul and attention results",
             "parts": "parts of each block",
-        }.get(knobs.granularity, knobs.granularity)
-        parts.append(f"recomputes {which} in backward")
+        }
+        parts.append(f"recomputes {which.get(knobs.granularity, knobs.granularity)} in backward")
     if knobs.offloads:
-        what = {"all": "what is saved", "inputs": "the inputs of blocks", "blocks": "what chosen blocks save"}
-        least = f" of {knobs.min_tensor_kib:g} KiB and more" if knobs.min_tensor_kib > 0 else ""
-        but = f", but for the last {count(knobs.keep_last, 'block')}" if knobs.keep_last > 0 else ""
-        pinned = "" if knobs.pin_memory else ", pageable"
-        parts.append(f"moves {what.get(knobs.placement, knobs.placement)}{least} to host memory{pinned}{but}")
-    if not parts:
-        at_once = f": {count(whole, 'sample')} at once" if whole is not None else ""
-        return f"nothing{at_once}, all activations kept on the device"
-    return "; ".join(parts)
+        what = {"all": "saved tensors", "inputs": "the inputs of blocks", "blocks": "saved tensors of chosen blocks"}
+        least = f" of at least {knobs.min_tensor_kib:g} KiB" if knobs.min_tensor_kib > 0 else ""
+        last = "the last block" if knobs.keep_last == 1 else f"the last {knobs.keep_last} blocks"
+        but = f", except those of {last}" if knobs.keep_last > 0 else ""
+        pinned = "" if knobs.pin_memory else " to pageable memory"
+        parts.append(f"offloads {what.get(knobs.placement, knobs.placement)}{least}{pinned}{but}")
+    at_once = f": {count(whole, 'sample')} at once" if whole is not None else ""
+    return "; ".join(parts) or f"nothing{at_once}, all activations kept on the device"
 
 
-def saved(section: Section) -> Answer:
-    """Peaks and savings of every trial."""
-    blocks: list[Block] = [Text(_saved_words(section))]
-    columns: Sequence[str] = ["strategy", "outcome", "peak MiB", "saved MiB", "saved", "peak in", "verdict"]
-    rows = []
-    for row in section.rows:
-        share = percent(row.saved_ratio) if row.saved_ratio is not None else NOT_KNOWN
-        cells = [row.name, row.outcome, number(row.peak_mib), number(row.saved_mib), share, _where(row) or NOT_KNOWN]
-        rows.append([*cells, f"{row.verdict}{reasons_words(row)}"])
-    grid = Grid(list(columns), rows, frozenset(["outcome", "peak in", "verdict"]), list(range(len(rows))))
-    grid.strong = section.comparison.preferred_index
-    if section.predicts:
-        _with_column(grid, "peak MiB", "reserved MiB", [_of(r, "reserved_mib") for r in section.rows])
-        _with_column(grid, "reserved MiB", "headroom MiB", [_of(r, "headroom_mib") for r in section.rows])
-    elif any(r.reserved_mib is not None for r in section.rows):
-        _with_column(grid, "peak MiB", "reserved MiB", [number(r.reserved_mib) for r in section.rows])
-    premises = [Points([("", line) for line in lines])] if (lines := premise_lines(section)) else []
-    return Answer("What did it save?", [*blocks, grid, *premises])
-
-
-def _of(row: Row, name: str) -> str:
-    return number(getattr(row.predicted, name)) if row.predicted is not None else NOT_KNOWN
-
-
-def _with_column(grid: Grid, after: str, header: str, cells: list[str]) -> None:
-    at = grid.header.index(after) + 1
-    grid.header.insert(at, header)
-    for row, cell in zip(grid.rows, cells):
-        row.insert(at, cell)
+def saved(section: Section) -> list[Block]:
+    """What each trial saves, and where its peak lies."""
+    rows = section.rows
+    columns = [
+        Column("strategy", [r.name for r in rows], words=True),
+        Column("peak MiB", [number(r.peak_mib) for r in rows]),
+        Column("saved MiB", [number(r.decision.saved_mib) for r in rows]),
+        Column("saved", [percent(r.saved_ratio) for r in rows]),
+        Column("peak in", [moment_words(r.peak) if r.peak else NOT_KNOWN for r in rows], words=True, rank=USEFUL),
+    ]
+    premises = Points([("", line) for line in premise_lines(section)])
+    return [Text(_saved_words(section)), _trials(section, columns), premises]
 
 
 def _saved_words(section: Section) -> str:
     """The saving of the preferred trial, or what could be saved where it is the baseline or there is none."""
-    preferred = section.preferred
-    how = lambda row: EVIDENCE_SHORT.get(row.evidence, row.evidence)
-    if preferred is not None and not preferred.is_baseline and preferred.saved_mib is not None:
-        what = "saves" if preferred.saved_mib > 0 else "saves nothing: it takes more, by"
-        share = f" ({percent(abs(preferred.saved_ratio or 0.0))} of the baseline's peak)"
-        return f"{preferred.name} {what} {mib(abs(preferred.saved_mib))}{share}, {how(preferred)}."
-    saving = [r for r in section.candidates if r.saved_mib is not None and r.saved_mib > 0]
-    if preferred is not None and preferred.is_baseline:
+    row = section.preferred
+    how = lambda r: EVIDENCE_SHORT.get(r.result.evidence, r.result.evidence)
+    if row is not None and not row.is_baseline and row.decision.saved_mib is not None:
+        size = row.decision.saved_mib
+        what = "saves" if size > 0 else "saves nothing: it takes more, by"
+        share = f" ({percent(abs(row.saved_ratio or 0.0))} of the baseline's peak)"
+        return f"{row.name} {what} {mib(abs(size))}{share}, {how(row)}."
+    if row is not None and row.is_baseline:
         words = "The preferred trial is the baseline, which saves nothing (0 MiB)."
-    elif preferred is not None:
-        words = f"{preferred.name} takes {mib(preferred.peak_mib)}; what that saves is not known: there is no baseline."
+    elif row is not None:
+        words = f"{row.name} takes {mib(row.peak_mib)}; what that saves is not known: there is no baseline."
     else:
         words = "No trial is accepted, so nothing is saved yet (0 MiB)."
-    if not saving:
+    most = max(section.candidates, key=lambda r: r.decision.saved_mib or 0.0, default=None)
+    if most is None or not most.decision.saved_mib or most.decision.saved_mib <= 0:
         return words
-    most = max(saving, key=lambda r: r.saved_mib or 0.0)
-    return (
-        f"{words} Most could be saved by {most.name}: {mib(most.saved_mib)} ({percent(most.saved_ratio)}), {how(most)}."
+    saves = f"{mib(most.decision.saved_mib)} ({percent(most.saved_ratio)})"
+    return f"{words} Most could be saved by {most.name}: {saves}, {how(most)}."
+
+
+# -- what did it cost? ------------------------------------------------------------------------------------------------
+
+
+def cost(section: Section) -> list[Block]:
+    if section.predicts:
+        return _predicted_cost(section)
+    timed = [r for r in section.candidates if r.step_ms is not None]
+    row = section.preferred or min(timed, key=lambda r: r.step_ms or 0.0, default=None)
+    if row is None or row.step_ms is None:
+        return [Text(f"Not known: no trial was timed (0 of {count(len(section.rows), 'trial')}).")]
+    kind = "the preferred trial" if row is section.preferred else "not accepted; the fastest that was timed"
+    title = f"{row.name} ({kind}, {EVIDENCE_SHORT.get(row.result.evidence, row.result.evidence)})"
+    return [
+        Points(_cost_points(section, row), title),
+        _cost_table(section),
+        Picture("pareto", "Peak memory against throughput"),
+        Picture("loss", "Training loss against the baseline's, and held-out loss"),
+    ]
+
+
+def _cost_points(section: Section, row: Row) -> list[tuple[str, str]]:
+    m = row.measured
+    assert m is not None
+    host = "not known: the ledger saw no step."
+    if row.host_peak_mib is not None:
+        host = f"{mib(row.host_peak_mib)} of copies at most (the ledger's)."
+    moved = "0 MiB per step."
+    if row.moved_mib:
+        rate = f", {mib(1000 * row.moved_mib / m.step_ms)} per second" if m.step_ms else ""
+        moved = f"{mib(m.to_host_mib)} to the host and {mib(m.from_host_mib)} back per step{rate}."
+    points = [("Time:", time_words(section, row)), ("Quality:", quality_words(row))]
+    return [*points, ("Host memory:", host), ("Moved:", moved)]
+
+
+
+def _cost_table(section: Section) -> Table:
+    rows = section.rows
+    columns = [
+        Column("strategy", [r.name for r in rows], words=True),
+        Column("step ms", [spread(r) for r in rows]),
+        Column("against the baseline", [change_cell(r) for r in rows]),
+        Column("samples/s", [number(r.measured.samples_per_s) if r.measured else NOT_KNOWN for r in rows]),
+        Column("held-out loss", [loss(r.eval_loss) for r in rows]),
+        Column("quality", [quality_cell(r) for r in rows], words=True),
+        Column("host MiB", [number(r.host_peak_mib) for r in rows], rank=USEFUL),
+        Column("moved MiB per step", [number(r.moved_mib) for r in rows], rank=USEFUL),
+        Column("evidence", [r.result.evidence for r in rows], words=True, rank=USEFUL),
+    ]
+    if all(cell == NOT_KNOWN for cell in columns[5].cells):
+        del columns[5]
+    return _trials(section, columns)
+
+
+def _predicted_cost(section: Section) -> list[Block]:
+    rows = [section.preferred, *section.candidates]
+    row = next((r for r in rows if r is not None and r.predicted is not None), None)
+    if row is None or row.predicted is None:
+        return [Text("Nothing is known of it: 0 trials were run or predicted.")]
+    p = row.predicted
+    transfer = f" ({ms(p.transfer_round_trip_ms)} at the link's bandwidth)" if p.transfer_round_trip_ms else ""
+    words = (
+        "Time, quality and host memory are not known: nothing was run. Theoretical, from what a step would do: "
+        f"{row.name} would recompute {percent(p.recompute_flops_ratio)} of a step's FLOPs and move "
+        f"{mib(p.to_host_mib + p.from_host_mib)} per step{transfer}."
     )
+    return [Text(words)]
 
 
-def what_next(section: Section) -> Answer:
-    """The next action, what stands against each trial that is not accepted, and what else would lower the peak."""
-    blocks: list[Block] = [Text(says(section, section.comparison.next_action))]
-    blocked = [(f"{row.name} {row.verdict}{reasons_words(row)}:", words) for row, words in next_lines(section)]
-    if blocked:
-        blocks.append(Points(blocked, USEFUL, "Not accepted", per_trial=True))
-    return Answer("What next?", blocks + _what_if(section))
+# -- why? -------------------------------------------------------------------------------------------------------------
+
+
+def why(section: Section) -> list[Block]:
+    explained = [r for r in section.candidates if r.explanation is not None]
+    if not explained and not section.why:
+        return [Text("Not known: there are not two trials with a peak to compare (0 explanations).")]
+    lines = [("", says(section, line)) for line in section.why]
+    told = next((r for r in explained if r is section.preferred), None)
+    others = [("", _told(r)) for r in explained if r is not told]
+    if len(others) > MOST_TRIALS:
+        others = [*others[:MOST_TRIALS], ("", f"{len(others) - MOST_TRIALS} more are in report.json.")]
+    findings = [(f"{name}:", sentence(line, first=False)) for name, line in finding_lines(section)]
+    return [
+        Points(lines[:MOST_LINES], per_trial=True),
+        Points(lines[MOST_LINES:], "And", DETAIL, per_trial=True),
+        *([Text(_told(told))] if told is not None else []),
+        Picture("peak_change", "The change of the peak, taken apart"),
+        *_changes(section, "peak"),
+        Picture("time_change", "The change of the step time, taken apart"),
+        *_changes(section, "time"),
+        Points(others, "The other trials", DETAIL, per_trial=True),
+        Points(findings, "What does not add up, or surprises", USEFUL),
+        *_traces(section),
+    ]
+
+
+def _told(row: Row) -> str:
+    """A trial's explanation, which begins with its name."""
+    assert row.explanation is not None
+    words = " ".join(row.explanation.words)
+    return words if words.startswith(row.name) else f"{row.name}: {words}"
+
+
+def finding_lines(section: Section) -> list[tuple[str, str]]:
+    """Names of trials and a finding, the preferred trial's first; what differs in its numbers alone is told once."""
+    rows = sorted(section.candidates, key=lambda r: r is not section.preferred)
+    disturbed = [words for row in section.rows for words in row.decision.disturbed]  # told by another answer
+    found: dict[str, tuple[str, list[str]]] = {}
+    for row in rows:
+        for line in row.explanation.findings if row.explanation is not None else []:
+            if any(words in line for words in disturbed):
+                continue
+            alike = re.sub(r"\d[\d.]*", "#", line.replace(row.name, "*"))
+            found.setdefault(alike, (line, []))[1].append(row.name)
+    alike_words = lambda names: f" (and {', '.join(names)} alike)" if names else ""
+    return [(names[0] + alike_words(names[1:]), line) for line, names in found.values()]
+
+
+def because(section: Section) -> list[str]:
+    """Why, in a line or two: what changed at the preferred trial's peak and in its step, else what the trials share."""
+    row = section.preferred
+    told = row.explanation if row is not None else None
+    if row is None or told is None or section.predicts:
+        # What fills the baseline's peak is shown beside this already.
+        return [line for line in section.why if not line.startswith("The peak of ")][: 4 if section.predicts else 2]
+    lines = []
+    if told.peak is not None:
+        moved = told.moment_before != told.moment_after
+        where = f"from {told.moment_before} to {told.moment_after}" if moved else f"in {told.moment_after} as before"
+        lines.append(f"peak {signed(told.peak.total)} MiB, {where}: {_parts_words(told.peak)}")
+    if told.time is not None and not (row.decision.step is not None and row.decision.step.none):
+        lines.append(f"step {signed(told.time.total)} ms: {_parts_words(told.time)}")
+    return lines
+
+
+def _parts_words(change: Change, most: int = 3) -> str:
+    """`activations -183.9 MiB, temporaries +3.1 MiB`."""
+    least = 0.02 * max([abs(change.total), *(abs(p.value) for p in change.parts)])
+    shown = [f"{p.name} {signed(p.value)} {change.unit}" for p in change.parts[:most] if abs(p.value) > least]
+    return ", ".join(shown) or "by nothing that is known"
+
+
+def _changes(section: Section, which: str) -> list[Block]:
+    """One table: a column per part, the residual and the total, a row per trial."""
+    changes = [(r, change) for r in section.rows if (change := change_of(r, which)) is not None]
+    if not changes:
+        return []
+    size: dict[str, float] = {}
+    for _, change in changes:
+        for part in change.parts:
+            size[part.name] = max(size.get(part.name, 0.0), abs(part.value))
+    names = [n for n in sorted(size, key=lambda n: -size[n]) if size[n] > SMALL * max(size.values())]
+    rows = []
+    for row, change in changes:
+        parts = {part.name: part.value for part in change.parts}
+        cells = [signed(parts[n]) if n in parts else "0" for n in names]
+        if len(names) < len(size):
+            cells.append(signed(sum(value for name, value in parts.items() if name not in names)))
+        rows.append([row.name, number(change.before), *cells, signed(change.residual), number(change.after)])
+    small = ["smaller parts"] if len(names) < len(size) else []
+    table = Table.of(["strategy", "before", *names, *small, "not explained", "after"], rows)
+    how = EVIDENCE_SHORT.get(changes[0][0].result.evidence, changes[0][0].result.evidence)
+    what = "Peak" if which == "peak" else "Step time"
+    table.title = f"{what} in {changes[0][1].unit}: before + parts + what is not explained = after ({how})"
+    table.rank, table.importance = DETAIL, list(range(len(rows)))
+    return [table]
+
+
+def change_of(row: Row, which: str) -> Change | None:
+    """The change of the peak or of the time of a row."""
+    if row.explanation is None:
+        return None
+    return row.explanation.peak if which == "peak" else row.explanation.time
+
+
+def signed(value: float) -> str:
+    return number(value) if value <= 0 or number(value) in ("0", "0.00") else f"+{number(value)}"
+
+
+#: What the files of a trace are.
+_KINDS = {
+    "trace.json.gz": "trace",
+    "memory_timeline.png": "picture of the memory",
+    "memory_timeline.json": "memory over a step",
+    "memory_snapshot.pickle": "allocator's snapshot",
+}
+
+
+def _traces(section: Section) -> list[Block]:
+    """The traces that were taken: shares of a step, and the files."""
+    traced = [(r, r.result.trace) for r in section.rows if r.result.trace is not None]
+    if not traced:
+        return []
+    names = [n for n in RANGES if any(trace.ranges_ms.get(n) for _, trace in traced)]
+    rows = []
+    for row, trace in traced:
+        total = sum(trace.ranges_ms.values())
+        shares = [percent(trace.ranges_ms.get(n, 0.0) / total) if total else NOT_KNOWN for n in names]
+        rows.append([row.name, ms(trace.step_ms), *shares, number(float(trace.operators))])
+    table = Table.of(["traced", "step under the profiler", *names, "operators per step"], rows)
+    table.rank, table.title = DETAIL, "Shares of a step under the profiler, which slows it down"
+    files = [(row.name, Path(row.result.folder) / name) for row, trace in traced for name in trace.files]
+    told = [(f"{_KINDS.get(path.name, 'recorded')} of {name}", shown_path(path)) for name, path in files]
+    pictures = [
+        Picture(path.stem, f"Memory of {name} over one optimizer step, by what it holds", path, DETAIL)
+        for name, path in files
+        if path.suffix == ".png"
+    ]
+    return [table, *pictures, Text("Traces open at ui.perfetto.dev.", rank=DETAIL), Commands(told, DETAIL)]
+
+
+# -- does it hold, what next? -----------------------------------------------------------------------------------------
+
+
+def hold(section: Section) -> list[Block]:
+    points = [("Evidence:", f"{evidence_line(section)} {repeats_words(section)}")]
+    if not section.predicts:
+        points += [
+            ("Noise:", noise_words(section)),
+            ("Drift:", drift_words(section.comparison.drift)),
+            ("Disturbed:", disturbed_words(section)),
+            ("Seeds:", seeds_words(section)),
+            ("Same computation:", equality_words(section)),
+        ]
+    predicted = "; ".join(prediction_lines(section)) or "0 trials have one"
+    if section.predicts:
+        predicted = "nothing was measured here to hold them against (0 trials)"
+    points.append(("Predicted peaks:", predicted))
+    return [
+        Points([(lead, says(section, words)) for lead, words in points]),
+        Points([("", says(section, line)) for line in section.survival], "Under other budgets", USEFUL),
+        Picture("budgets", "Which trial is preferred under which budget"),
+    ]
+
+
+
+
+
+
+
+def _blocked(section: Section) -> Points:
+    return Points(next_lines(section), "Not accepted", USEFUL, per_trial=True)
 
 
 def _what_if(section: Section) -> list[Block]:
     """Changes that are no strategies: another workload, so that its own baseline has to be compared with."""
     found = [(row, what) for row in section.rows if row.predicted is not None for what in row.predicted.what_if]
-    if not found:
-        return []
     rows = [
         [row.name, what.override, number(what.allocated_mib), number(what.saved_mib), what.peak_phase]
         for row, what in found
     ]
-    header = ["for", "with", "predicted peak MiB", "less by MiB", "peak then in"]
-    title = "What else would lower the peak (another workload, to be compared with its own baseline)"
-    words = [(w, change_words(w, r.predicted.peak_phase)) for r, w in found if r.predicted is not None]
-    told = dict.fromkeys((f"{what.override}:", sentence(said, first=False)) for what, said in words if said)
-    blocks: list[Block] = [Grid(header, rows, frozenset(["with", "peak then in"]), rank=USEFUL, title=title)]
-    return [*blocks, Points(list(told), DETAIL)] if told else blocks
+    table = Table.of(["for", "with", "predicted peak MiB", "less by MiB", "peak then in"], rows, (0, 1, 4))
+    table.title = "What else would lower the peak (another workload, to be compared with its own baseline)"
+    table.rank = USEFUL
+    words = [(what.override, change_words(what, row.predicted.peak_phase)) for row, what in found if row.predicted]
+    told = dict.fromkeys((f"{override}:", sentence(said, first=False)) for override, said in words if said)
+    return [table, Points(list(told), "", DETAIL)]
