@@ -33,9 +33,8 @@ from sweep.errors import EXIT_NOTHING_FEASIBLE, EXIT_OK, BadInput, DoesNotFit
 from sweep.interrupts import whole
 from sweep.progress import Display
 from sweep.repeats import in_own_process, repeat_in_turn
-from sweep.report import Report, phrases, print_report, report_console, single_line, write_report
+from sweep.report import STATE, Judged, Report, judge, phrases, print_report, report_console, single_line, write_report
 from sweep.report import describe as describe_report
-from sweep.report.data import STATE
 from sweep.results import Comparison, Evidence, Outcome, Prediction, Trace, TrialResult, read_trials, write_json
 from sweep.trial.outcomes import one_line
 from sweep.trial.process import run_isolated, run_isolated_trace
@@ -411,8 +410,9 @@ class Session:
         self.closed = True
         shutil.rmtree(self.folder / VERIFIED, ignore_errors=True)
         self.display.stop()
-        comparisons = self._judge(results) if results else []
-        files, markdown = self._report(results) if results else ([], "")
+        judged = judge(results) if results else []
+        self._keep(judged)
+        files, markdown = self._report(judged) if judged else ([], "")
         diagnoses = diagnoses_in(self.folder, self.state.started_at)
         if diagnoses and not print_all(diagnoses, self.display.console):
             Session.exit_code = EXIT_NOTHING_FEASIBLE
@@ -423,34 +423,25 @@ class Session:
                 status,
                 report_markdown=markdown,
                 files=files,
-                comparisons=comparisons,
+                comparisons=[comparison for _, comparison in judged],
             )
         Session.current = None
 
-    def _report(self, results: list[TrialResult]) -> tuple[list[Path], str]:
+    def _report(self, judged: list[Judged]) -> tuple[list[Path], str]:
         """Everything that is made of the results together. Returns the files, and the report in markdown."""
-        config = typed(results[0].config)
-        report = write_report(
-            results,
-            None,
-            None,
-            self.folder,
-            command=self.state.command,
-            most=config.search.report_best if self.state.study else None,
-        )
+        config = typed(judged[0][0].results[0].config)
+        most = config.search.report_best if self.state.study else None
+        report = write_report(judged, self.folder, command=self.state.command, most=most)
         print_report(report, self.display.console)
         if not report.feasible:
             Session.exit_code = EXIT_NOTHING_FEASIBLE
         files = [*report.files, *self._search_files(config, report)]
         return files, describe_report(report)
 
-    def _judge(self, results: list[TrialResult]) -> list[Comparison]:
-        """Decide each comparison, and record its decisions."""
-        comparisons = []
+    def _keep(self, judged: list[Judged]) -> None:
+        """Store what was decided with each trial."""
         decided: set[int] = set()  # of a trial that is judged by several budgets, the first is recorded
-        for group in grouped(results):
-            comparison = group.conclude()
-            comparisons.append(comparison)
+        for group, comparison in judged:
             for result, decision in zip(group.results, comparison.decisions):
                 if id(result) in decided:
                     continue
@@ -460,7 +451,6 @@ class Session:
                 if self._store is not None:
                     said = phrases.said(result, decision, comparison, group.results)
                     tracking.update_decision(self._store, result.mlflow_run_id, result, files_of(result), said)
-        return comparisons
 
     def _save(self, result: TrialResult) -> None:
         """Into each folder that holds the trial, as `results()` found them."""

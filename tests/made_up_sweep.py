@@ -14,8 +14,7 @@ from typing import Any
 import made_up
 
 from sweep.config.schema import BudgetConf
-from sweep.decide.verdict import by_comparison, conclude
-from sweep.report import describe, phrases, write_report
+from sweep.report import describe, judge, phrases, write_report
 from sweep.results import Prediction, TrialResult
 from sweep.tracking import Store, close_sweep, open_sweep, start_trial, update_decision
 
@@ -60,15 +59,16 @@ def record(
         result.mlflow_run_id = None
         with start_trial(store, sweep, result, system_metrics=False) as run:
             run.log(result)
-    comparisons = [conclude(group, budget, CAPACITY_MIB) for group in by_comparison(results)]
-    for group, comparison in zip(by_comparison(results), comparisons):
-        for result, decision in zip(group, comparison.decisions):
+    judged = judge(results, budget, CAPACITY_MIB)
+    comparisons = [comparison for _, comparison in judged]
+    for group, comparison in judged:
+        for result, decision in zip(group.results, comparison.decisions):
             result.decision = decision
-            said = phrases.said(result, decision, comparison, group)
+            said = phrases.said(result, decision, comparison, group.results)
             update_decision(store, result.mlflow_run_id, result, said=said)
     description, files = f"**{comparisons[0].why}**", list(more)
     if folder is not None:
-        report = write_report(results, budget, CAPACITY_MIB, folder, command="python train.py -m 'strategy=glob(*)'")
+        report = write_report(judged, folder, command="python train.py -m 'strategy=glob(*)'")
         description, files = describe(report), [*report.files, *more]
     close_sweep(store, sweep, report_markdown=description, files=files, comparisons=comparisons)
     return sweep

@@ -140,7 +140,8 @@ def _json(path: Path) -> dict[str, Any]:
 def test_the_report_can_be_made_again_without_torch(project: Path, sweep: tuple[Path, str]) -> None:
     folder, output = sweep
     before = _json(folder / "report.json")
-    code = "import sys; sys.modules['torch'] = None; from sweep.report import main; sys.exit(main(sys.argv[1:]))"
+    stop = "import sys; sys.modules['torch'] = None"
+    code = f"{stop}; from sweep.report.__main__ import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run(
         [sys.executable, "-c", code, str(folder)], cwd=project, capture_output=True, text=True, check=True
     )

@@ -17,15 +17,14 @@ from sweep.diagnose.predict import Progress, diagnose
 from sweep.format import NOT_KNOWN, mib, number, percent
 from sweep.report import data
 from sweep.report.blocks import USEFUL, Block, Column, Commands, Heading, Points, Table, Text
+from sweep.report.content import memory_table, moment_words
 from sweep.report.markdown import render
-from sweep.report.notes import largest_line, memory_shares
 from sweep.report.phrases import (
     DIAGNOSED,
     PART_WORDS,
     TO_TRY,
     change_words,
     diagnosed,
-    operator_words,
     sentence,
 )
 from sweep.report.terminal import print_blocks
@@ -56,7 +55,7 @@ def _row(found: Diagnosis, facts: Facts) -> data.Row:
     about = {"name": "baseline", "strategy": "baseline", "workload": found.workload, "device": found.device}
     same = {"outcome": "ok", "evidence": found.evidence, "is_baseline": True, "fixed_id": "", "mode": "predict"}
     result = TrialResult(**about, **same, prediction=facts.baseline)  # type: ignore[arg-type]
-    return data.Row.of(result, Decision(verdict=""))
+    return data.Row(result, Decision(verdict="", peak_mib=facts.peak_mib))
 
 
 # -- what is shown ---------------------------------------------------------------------------------------------------
@@ -99,18 +98,10 @@ def _answer(found: Diagnosis, facts: Facts) -> list[Block]:
 def _memory(found: Diagnosis, facts: Facts) -> list[Block]:
     peak = facts.baseline.peak
     assert peak is not None, "a prediction always has one"
-    row = _row(found, facts)
-    parts = memory_shares(row)
-    where = f"{peak.phase}{f' at {operator_words(peak.operator)}' if peak.operator else ''}"
     stays = [f"{PART_WORDS[part]} {mib(size)}" for part, size in facts.floor.items() if size >= 0.005]
     return [
-        Heading(f"What filled the memory? {mib(facts.peak_mib)} at the baseline's peak, in {where}"),
-        Table([
-            Column("part", [name for name, _, _ in parts], words=True),
-            Column("MiB", [number(size) for _, size, _ in parts]),
-            Column("share", [percent(share) for _, _, share in parts], shares=[share for _, _, share in parts]),
-        ]),
-        Text(largest_line(row), "largest:"),
+        Heading(f"What filled the memory? {mib(facts.peak_mib)} at the baseline's peak, in {moment_words(peak)}"),
+        *memory_table(_row(found, facts)),
         Heading(f"The floor that no activation strategy can go below: {mib(facts.floor_mib)}"),
         Text(sentence(diagnosed(Finding("floor", names={"parts": ", ".join(stays)})))),
     ]  # fmt: skip

@@ -1,16 +1,8 @@
-"""Reports from stored results: report.json, report.md, report.html and the plots of a sweep; no torch, no MLflow.
-
-python -m sweep.report <sweep folder>                         # the same report again from the result.json files
-python -m sweep.report <sweep folder> --memory-mib 8000,12000   # the same results under other budgets
-"""
+"""Reports from stored results: report.json, report.md, report.html and the plots of a sweep; no torch, no MLflow."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
-import shlex
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +10,10 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from sweep.errors import EXIT_BAD_INPUT, EXIT_OK, BadInput
-from sweep.report.blocks import Block, Commands, Heading, Text
-from sweep.report.budgets import Asked, add_options, asked_in, option, survey, survey_blocks
+from sweep.errors import BadInput
+from sweep.report.blocks import Block
 from sweep.report.content import page, screen, where_to_look
-from sweep.report.data import STATE, Judged, Report, build, judge, shown_path, state_of
+from sweep.report.data import STATE, Judged, Report, build, judge
 from sweep.report.markdown import describe as describe_blocks
 from sweep.report.markdown import render
 from sweep.report.terminal import print_blocks, report_console, single_line
@@ -42,6 +33,7 @@ __all__ = [
     "write_report",
 ]
 T = TypeVar("T")
+REPEAT = "Which command repeats it?"
 
 
 def write_report(judged: list[Judged], folder: Path, *, command: str = "", most: int | None = None) -> Report:
@@ -52,7 +44,7 @@ def write_report(judged: list[Judged], folder: Path, *, command: str = "", most:
     report = build(judged, folder, command, most=most)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(report.data(), report.json_path)  # what was measured is worth more than its pictures
-    report.plots = _drawn(lambda plots: plots.draw(report)) or []
+    report.plots = drawn(lambda plots: plots.draw(report)) or []
     write_json(report.data(), report.json_path)
     report.markdown_path.write_text(markdown(report), encoding="utf-8")
     from sweep.report.html import html  # only now: jinja2 is not needed to print
@@ -61,7 +53,7 @@ def write_report(judged: list[Judged], folder: Path, *, command: str = "", most:
     return report
 
 
-def _drawn(draw: Callable[[Any], T]) -> T | None:
+def drawn(draw: Callable[[Any], T]) -> T | None:
     """What cannot be drawn is a warning."""
     try:
         from sweep.report import plots  # only now: matplotlib takes a second to import
@@ -73,7 +65,7 @@ def _drawn(draw: Callable[[Any], T]) -> T | None:
 
 
 def _whole(report: Report) -> list[Block]:
-    return [block for section in report.sections for block in page(section)] + where_to_look(report)
+    return [block for section in report.sections for block in page(section)] + where_to_look(report, REPEAT)
 
 
 def markdown(report: Report) -> str:
@@ -110,73 +102,3 @@ def read_sweep(folder: Path) -> list[TrialResult]:
 def _natural(path: Path) -> tuple[tuple[int, str], ...]:
     """Sorts 10 behind 9."""
     return tuple((int(part or 0), text) for part, text in re.findall(r"(\d+)|(\D+)", str(path)))
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m sweep.report",
-        description="Make a sweep's report again from its stored results, or ask about other budgets.",
-    )
-    parser.add_argument("folder", type=Path, help="the sweep's output folder, such as multirun/<date>/<time>")
-    add_options(parser)
-    given = parser.parse_args(arguments)
-    try:
-        asked, results = asked_in(given), read_sweep(given.folder)
-    except BadInput as error:
-        print(error, file=sys.stderr)
-        return EXIT_BAD_INPUT
-    command, most = _as_before(given.folder, results)
-    if asked:
-        _answer(results, given.folder, asked, command, most)
-    else:
-        print_report(write_report(judge(results), given.folder, command=command, most=most))
-    return EXIT_OK
-
-
-def _as_before(folder: Path, results: list[TrialResult]) -> tuple[str, int | None]:
-    """The command that repeats the sweep, and how many trials its report shows (a search's `search.report_best`)."""
-    try:
-        command = json.loads((folder / "report.json").read_text(encoding="utf-8"))["command"]
-    except (OSError, ValueError, TypeError, KeyError):  # a broken older report is no obstacle
-        command = ""
-    search = results[0].config.get("search") or {}
-    most = search.get("report_best") if state_of(folder).get("study") or search.get("name") else None
-    return str(command or ""), most
-
-
-def _answer(results: list[TrialResult], folder: Path, asked: Asked, command: str, most: int | None) -> None:
-    """Print and write what other budgets give; with one value for each setting the report under that budget as well.
-
-    The sweep's own report is not touched.
-    """
-    console = report_console()
-    options = " ".join(f"{option(key)} {','.join(map(_typed, values))}" for key, values in asked.items())
-    if all(len(values) == 1 for values in asked.values()):
-        report = build(judge(results, changes={k: v[0] for k, v in asked.items()}), folder, command, most=most)
-        report.options = options
-        words = ", ".join(f"budget.{key}={_typed(values[0])}" for key, values in asked.items())
-        for section in report.sections:
-            note = f"Under another budget than the sweep's own: {words}. Nothing was run for it."
-            section.notes = [note, *section.notes]
-        print_report(report, console)
-    surveys = survey(judge(results), asked)
-    again = f"python -m sweep.report {shlex.quote(shown_path(folder))} {options}"
-    pictures = _drawn(lambda plots: plots.draw_surveys(surveys, folder)) or []
-    files = [folder / "sensitivity.json", folder / "sensitivity.md", *pictures]
-    plots = [path.name for path in pictures]
-    comparisons = [found.data() for found in surveys]
-    write_json({"schema_version": 2, "command": again, "asked": asked, "plots": plots, "comparisons": comparisons}, files[0])
-    blocks = [block for found in surveys for block in survey_blocks(found)]
-    shown = "\n\n".join(f"![regions by the trial to take]({path.name})" for path in pictures)
-    text = render([*blocks, Heading("Which command repeats it?"), Commands([("again", again)])])
-    files[1].write_text(f"{text}\n{shown}\n", encoding="utf-8")
-    names = ", ".join(path.name for path in files)
-    print_blocks([*blocks, Text(""), Commands([("files", f"{shown_path(folder)}/: {names}")])], console)
-
-
-def _typed(value: float | None) -> str:
-    return "none" if value is None else f"{value:.12g}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -62,7 +62,8 @@ def option(key: str) -> str:
 
 def asked_in(arguments: argparse.Namespace) -> Asked:
     """What was asked about. Raises BadInput for what is no value or no range."""
-    asked = {key: parse_values(axis, text) for key, axis in AXES.items() if (text := getattr(arguments, key)) is not None}
+    given = {key: text for key in AXES if (text := getattr(arguments, key)) is not None}
+    asked = {key: parse_values(AXES[key], text) for key, text in given.items()}
     if math.prod(map(len, asked.values())) > MOST_CELLS:
         raise BadInput(option(next(iter(asked))), "...", f"more than {MOST_CELLS} budgets in all", "give fewer values")
     return asked
@@ -158,11 +159,9 @@ class Survey:
 
 
 def _spans(s: Sensitivity, axis: Axis) -> list[dict[str, Any]]:
-    includes = "low" if axis.rising else "high"
-    return [
-        {"low": x.low, "high": x.high, "includes": includes, "verdict": x.answer.verdict, "preferred": x.answer.preferred}
-        for x in s.spans(axis)
-    ]
+    ends = {"includes": "low" if axis.rising else "high"}
+    spans = [(x.low, x.high, x.answer) for x in s.spans(axis)]
+    return [{"low": a, "high": b, **ends, "verdict": x.verdict, "preferred": x.preferred} for a, b, x in spans]
 
 
 def survey(judged: list[Judged], asked: Asked) -> list[Survey]:

@@ -22,7 +22,6 @@ from sweep.report.notes import (
     drift_words,
     equality_words,
     evidence_line,
-    evidence_of,
     largest_line,
     next_lines,
     noise_words,
@@ -41,7 +40,7 @@ from sweep.report.notes import (
     verdict_line,
 )
 from sweep.report.phrases import PART_WORDS, change_words, conclusion, next_action, operator_words, sentence
-from sweep.results import RANGES, Category, Change, Drift, Evidence, Outcome, Peak, Prediction
+from sweep.results import RANGES, Category, Change, Evidence, Outcome, Peak, Prediction
 
 #: Sentences that a reader takes in, and trials whose words are not read one by one any more.
 MOST_LINES, MOST_TRIALS = 6, 12
@@ -76,7 +75,6 @@ def screen(section: Section) -> list[Block]:
                 ("Next:", sentence(next_action(c), first=False)),
             ]
         ),
-        Heading("Not accepted"),
         _blocked(section),
     ]
 
@@ -111,7 +109,7 @@ def page(section: Section) -> list[Block]:
     ]
 
 
-def where_to_look(report: Report) -> list[Block]:
+def where_to_look(report: Report, title: str = "Where to look") -> list[Block]:
     """Files, MLflow, and the commands that repeat a trial, the sweep and this report."""
     folder = shown_path(report.folder)
     label = "the report under the sweep's own budget" if report.options else "files"
@@ -121,7 +119,7 @@ def where_to_look(report: Report) -> list[Block]:
         lines += [(f"{row.name} again", row.result.command)] if row.result.command else []
     lines += [("the sweep again", report.command)] if report.command else []
     again = f"python -m sweep.report {shlex.quote(folder)} {report.options}".rstrip()
-    return [Heading("Which command repeats it?"), Commands([*lines, ("this report again", again)])]
+    return [Heading(title), Commands([*lines, ("this report again", again)])]
 
 
 def _in_mlflow(report: Report) -> list[tuple[str, str]]:
@@ -191,7 +189,6 @@ def overview(section: Section) -> Table:
     fast.shares = _bars([r.measured.samples_per_s if r.measured else None for r in rows])[0]
     columns = [
         name,
-        column("outcome", lambda r: r.result.outcome, DETAIL, words=True),
         peak,
         column("reserved MiB", lambda r: number(r.measured.peak_reserved_mib) if r.measured else NOT_KNOWN, DETAIL),
         column("saved MiB", lambda r: number(r.decision.saved_mib)),
@@ -240,11 +237,11 @@ def memory(row: Row | None, other: Row | None = None, title: str = "What fills t
     total = peak.mib if row.peak_was_seen or row.predicted is None else row.predicted.allocated_mib
     return [
         Heading(f"{title} of {row.name}: {mib(total)}{kind}, in {moment_words(peak)}", 3),
-        *_memory_table(row, other),
+        *memory_table(row, other),
     ]
 
 
-def _memory_table(row: Row, other: Row | None) -> list[Block]:
+def memory_table(row: Row, other: Row | None = None) -> list[Block]:
     assert row.peak is not None
     parts = memory_parts(row.peak)
     columns = [
@@ -277,7 +274,7 @@ def pressure(section: Section) -> list[Block]:
         f"of them does. {source}"
     )
     picture = Picture("at_peak", "What is alive at the peak of each trial")
-    return [*blocks, Text(words), *_memory_table(row, section.preferred), picture]
+    return [*blocks, Text(words), *memory_table(row, section.preferred), picture]
 
 
 def _pressure_words(section: Section) -> str:

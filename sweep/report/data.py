@@ -144,8 +144,8 @@ class Row:
         r, m, v, p = self.result, self.measured, self.result.verification, self.predicted
         found = _picked(r, "name strategy outcome evidence is_baseline error command folder mlflow_run_id")
         found |= _picked(r, "prediction_error trace verification") | to_dict(self.decision)
-        found |= _picked(m, "step_ms step_ms_low step_ms_high step_ms_ci_low step_ms_ci_high samples_per_s tokens_per_s")
-        found |= _picked(m, "to_host_mib from_host_mib phases_ms eval_loss")
+        found |= _picked(m, "step_ms step_ms_low step_ms_high step_ms_ci_low step_ms_ci_high samples_per_s")
+        found |= _picked(m, "tokens_per_s to_host_mib from_host_mib phases_ms eval_loss")
         found |= {
             "reserved_mib": m.peak_reserved_mib if m is not None else None,
             "train_loss": m.train_loss[-1] if m is not None and m.train_loss else None,

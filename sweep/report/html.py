@@ -48,7 +48,7 @@ def html(report: Report) -> str:
         articles.append({"verdict": section.comparison.verdict, "card": shown[1:first], "rest": shown[first:]})
         articles[-1]["title"] = section.title
     rest: list[Block] = [Picture(name, name, path) for name, path in pictures.items()]
-    more = without_empty([Heading("More pictures"), *rest, *where_to_look(report)])
+    more = without_empty([Heading("More pictures"), *rest, *where_to_look(report, "Which command repeats it?")])
     style = (FOLDER / "report.css").read_text(encoding="utf-8")
     return _template().render(articles=articles, more=more, style=style)
 

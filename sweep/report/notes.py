@@ -1,4 +1,4 @@
-"""Sentences and cells over the trials of one comparison: what its numbers are, how sure they are and how to read them."""
+"""Sentences and cells over the trials of one comparison: what its numbers rest on and how to read them."""
 
 from __future__ import annotations
 
@@ -252,7 +252,8 @@ def quality_lines(section: Section) -> list[str]:
     lines = [f"equal to the last bit: {', '.join(exact)}"] if exact else []
     heads = {"worse": "worse", "better": "better", "equal": "equal within the noise"}
     for verdict, head in [*heads.items(), ("unknown", "not known with 1 seed (measure.seeds=3 would tell)")]:
-        told = [f"{n} {signed_loss(q.difference)}{_interval(q)}" for n, q in judged if q.verdict == verdict and n not in exact]
+        of_it = [(n, q) for n, q in judged if q.verdict == verdict and n not in exact]
+        told = [f"{n} {signed_loss(q.difference)}{_interval(q)}" for n, q in of_it]
         lines += [f"{head}: {', '.join(told)}"] if told else []
     return lines
 

@@ -58,6 +58,7 @@ def print_blocks(shown: Sequence[Block], console: Console) -> None:
             out.line(RichText.assemble(lead, block.text, style="dim" if block.quiet else ""))
         elif isinstance(block, Points):
             if block.title:
+                out.line()
                 out.line(RichText(block.title, style="bold"))
             for bold, words in block.items:
                 out.line(RichText.assemble((f"{bold} ", "bold") if bold else "", words), indent=2)

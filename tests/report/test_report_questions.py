@@ -8,18 +8,20 @@ from pathlib import Path
 
 import pytest
 from made_up import prediction, sweep_of_six, sweep_over_seeds, trial, verified
+from report_parts import COMMAND, built, section
 
 from sweep.config.schema import BudgetConf
 from sweep.config.strategy_names import Knobs
-from sweep.decide.statistics import quality_of
 from sweep.format import EVIDENCE_SHORT
 from sweep.report import describe, markdown
-from sweep.report.content import answers, drift_words, strategy_words
-from sweep.report.data import Report, Section, build
+from sweep.report.blocks import Points
+from sweep.report.content import hold, page, strategy_words, why
+from sweep.report.data import Report, Row, Section
+from sweep.report.markdown import describe as describe_blocks
 from sweep.report.markdown import escape
 from sweep.report.notes import (
     change_cell,
-    interval_words,
+    drift_words,
     quality_cell,
     quality_lines,
     seeds_words,
@@ -30,7 +32,7 @@ from sweep.report.notes import (
 from sweep.results import Difference, Drift, TrialResult, WhatIf
 
 QUESTIONS = [
-    "What was the pressure?",
+    "What filled the memory?",
     "What was changed?",
     "What did it save?",
     "What did it cost?",
@@ -39,7 +41,6 @@ QUESTIONS = [
     "What next?",
     "Which command repeats it?",
 ]
-COMMAND = "python train.py -m 'strategy=glob(*)'"
 
 
 def predicted() -> list[TrialResult]:
@@ -77,7 +78,7 @@ SWEEPS: dict[str, tuple[list[TrialResult], BudgetConf, float | None, str]] = {
 @pytest.fixture(params=list(SWEEPS))
 def report(request: pytest.FixtureRequest, tmp_path: Path) -> Report:
     results, budget, capacity, verdict = SWEEPS[request.param]
-    made = build(results, budget, capacity, tmp_path, COMMAND)
+    made = built(results, budget, capacity, tmp_path)
     assert made.sections[0].comparison.verdict == verdict
     return made
 
@@ -88,14 +89,12 @@ def asked(text: str) -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2]))
 
 
-def section(name: str) -> Section:
-    results, budget, capacity, _ = SWEEPS[name]
-    return build(results, budget, capacity, Path(), COMMAND).sections[0]
+def made_of(name: str) -> Section:
+    return section(*SWEEPS[name][:3])
 
 
 def of(name: str, question: str) -> str:
-    results, budget, capacity, _ = SWEEPS[name]
-    return asked(markdown(build(results, budget, capacity, Path(), COMMAND)))[question]
+    return asked(markdown(built(*SWEEPS[name][:3])))[question]
 
 
 def test_each_question_is_answered_in_order_with_a_number(report: Report) -> None:
@@ -104,14 +103,14 @@ def test_each_question_is_answered_in_order_with_a_number(report: Report) -> Non
     assert list(found) == QUESTIONS
     for question in QUESTIONS[:-1]:
         assert re.search(r"\d", found[question]), question
-    for question in ("What was the pressure?", "What did it save?"):
+    for question in ("What filled the memory?", "What did it save?"):
         assert "MiB" in found[question]
     assert text.index("**Verdict: ") < text.index(QUESTIONS[0])
     assert COMMAND in found[QUESTIONS[-1]]
     assert "python -m sweep.report " in found[QUESTIONS[-1]]
     row = report.sections[0].preferred
     if row is not None:
-        assert row.command in found[QUESTIONS[-1]]
+        assert row.result.command in found[QUESTIONS[-1]]
         assert row.name in found["What did it cost?"]
 
 
@@ -135,9 +134,7 @@ def test_a_description_answers_the_same_questions_and_cuts_no_table(report: Repo
 
 @pytest.mark.parametrize("limit", [7900, 4000, 1500, 700])
 def test_a_shorter_description_ends_between_blocks(limit: int) -> None:
-    results, budget, capacity, _ = SWEEPS["accept a candidate"]
-    report = build(results, budget, capacity, Path(), COMMAND)
-    text = describe(report, limit)
+    text = describe_blocks(page(made_of("accept a candidate")), limit)
     assert len(text) <= limit
     assert "**Verdict: accept micro_batch.**" in text
     assert text.endswith("(shortened; the whole is in report.md)\n")
@@ -148,12 +145,12 @@ def test_a_shorter_description_ends_between_blocks(limit: int) -> None:
 
 
 def test_the_pressure_names_the_cap_and_what_strategies_can_lower() -> None:
-    words = of("accept a candidate", "What was the pressure?")
+    words = of("accept a candidate", "What filled the memory?")
     assert "156 % of the cap of 200.0 MiB (budget.memory_mib), 112.4 MiB over it" in words
     assert "230.0 MiB (74 %) are activations" in words
     assert "60.0 MiB (19 %) are parameters, gradients and optimizer state" in words
-    assert "No memory cap is set" in of("accept the baseline", "What was the pressure?")
-    words = of("the baseline out of memory", "What was the pressure?")
+    assert "No memory cap is set" in of("accept the baseline", "What filled the memory?")
+    words = of("the baseline out of memory", "What filled the memory?")
     assert "The baseline ran out of device memory. The baseline's peak is 312.4 MiB (predicted)" in words
 
 
@@ -161,7 +158,7 @@ def test_what_was_changed_lists_what_is_equal_and_each_strategy() -> None:
     words = of("accept a candidate", "What was changed?")
     assert "1.64 million parameters in 8 blocks, 16 samples per optimizer step, sequences of 128" in words
     assert "computes 4 of 16 samples at once, 4 pieces" in words
-    assert "recomputes every block in backward; moves what is saved of 64 KiB and more to host memory" in words
+    assert "recomputes every block in backward; offloads saved tensors of at least 64 KiB, except those of the" in words
 
 
 def test_a_trial_without_a_config_still_says_what_it_does() -> None:
@@ -180,7 +177,7 @@ def test_the_saving_where_the_baseline_is_kept_is_what_could_be_saved() -> None:
 
 def test_the_cost_has_time_with_interval_quality_host_memory_and_bytes_moved() -> None:
     results = SWEEPS["accept a candidate"][0]
-    made = build([results[0], results[4]], BudgetConf(memory_mib=200), None, Path())
+    made = built([results[0], results[4]], BudgetConf(memory_mib=200))
     words = asked(markdown(made))["What did it cost?"]
     assert re.search(r"\*\*Time:\*\* 166\.\d ms per step \(95 % interval 1\d\d\.?\d* to 1\d\d\.?\d* ms\)", words)
     assert "equal to the baseline's: held-out loss equal to the last bit (3 seeds)" in words
@@ -191,12 +188,12 @@ def test_the_cost_has_time_with_interval_quality_host_memory_and_bytes_moved() -
 def test_a_predicted_report_does_not_claim_times() -> None:
     words = of("predicted", "What did it cost?")
     assert "are not known: nothing was run" in words
-    assert "(theoretical)" in words
+    assert "Theoretical" in words
     assert "ms per step" not in words
 
 
 def test_the_why_has_the_parts_and_they_add_up() -> None:
-    made = section("accept a candidate")
+    made = made_of("accept a candidate")
     words = of("accept a candidate", "Why?")
     assert "| checkpoint | 312.4 | -230.0 | " in words
     for row in made.candidates:
@@ -208,7 +205,7 @@ def test_the_why_has_the_parts_and_they_add_up() -> None:
 
 
 def test_findings_that_differ_in_numbers_alone_are_told_once() -> None:
-    made = section("predicted")
+    made = made_of("predicted")
     lines = ["of 230.0 MiB only 3.1 are saved", "of 120.0 MiB only 4.5 are saved", "something else"]
     for row, line in zip(made.candidates, lines):
         assert row.explanation is not None
@@ -216,8 +213,7 @@ def test_findings_that_differ_in_numbers_alone_are_told_once() -> None:
     for row in made.candidates[3:]:
         if row.explanation is not None:
             row.explanation.findings = []
-    text = next(a for a in answers(made) if a.question == "Why?")
-    items = [item for block in text.blocks for item in getattr(block, "items", [])]
+    items = [item for block in why(made) if isinstance(block, Points) for item in block.items]
     first, second, third = (r.name for r in made.candidates[:3])
     assert (f"{first} (and {second} alike):", "of 230.0 MiB only 3.1 are saved.") in items
     assert (f"{third}:", "something else.") in items
@@ -228,7 +224,7 @@ def test_what_else_would_lower_the_peak_is_no_candidate() -> None:
     override = "workload.optimizer.implementation=fused"
     assert results[2].prediction is not None
     results[2].prediction.what_if = [WhatIf(override, 100.0, 104.0, 45.5, "backward", "aten.mm", "fused")]
-    words = asked(markdown(build(results, BudgetConf(), 400.0, Path())))["What next?"]
+    words = asked(markdown(built(results, BudgetConf(), 400.0)))["What next?"]
     assert f"| checkpoint | {override} | 100.0 | 45.5 | backward |" in words
     assert f"- **{override}:** the fused optimizer updates in one kernel" in words
     assert "another workload" in words
@@ -254,7 +250,7 @@ def test_a_repeat_that_failed_is_told_and_does_not_count() -> None:
     results = sweep_over_seeds()
     assert results[1].measurement is not None
     results[1].measurement.runs[0].error = "OutOfMemoryError"
-    words = asked(markdown(build(results, BudgetConf(), None, Path())))["Does it hold?"]
+    words = asked(markdown(built(results, BudgetConf(), None)))["Does it hold?"]
     assert "1 repeat did not come to an end" in words
 
 
@@ -268,66 +264,99 @@ def test_the_machines_drift(none: bool, said: str) -> None:
 
 
 def test_a_disturbed_trial_is_named() -> None:
-    made = section("accept a candidate")
-    made.rows[2].disturbed = ["other processes kept 1.4 cores busy", "hot"]
-    text = next(a for a in answers(made) if a.question == "Does it hold?")
-    items = dict(item for block in text.blocks for item in getattr(block, "items", []) if item[0])
+    made = made_of("accept a candidate")
+    made.rows[2].decision.disturbed = ["other processes kept 1.4 cores busy", "hot"]
+    items = dict(item for block in hold(made) if isinstance(block, Points) for item in block.items if item[0])
     who = made.rows[2].name
     assert items["Disturbed:"] == f"1 of 6 trials: {who} (other processes kept 1.4 cores busy; and 1 more)."
 
 
-# ---- times
+# ---- times and quality
 
 
-def test_step_times_show_no_more_digits_than_their_interval() -> None:
-    row = section("accept a candidate").rows[1]
-    for step, low, high, expected, short in [
-        (310.23, 305.1, 316.0, "310 (305-316)", "310 ±5"),
-        (310.23, 310.1, 310.5, "310.2 (310.1-310.5)", "310.2 ±0.2"),
-        (3.2123, 3.05, 3.36, "3.2 (3.0-3.4)", "3.2 ±0.2"),
-        (0.8123, 0.8, 0.83, "0.81 (0.80-0.83)", "0.81 ±0.01"),
-    ]:
-        timed = dataclasses.replace(row, step_ms=step, step_ms_ci_low=low, step_ms_ci_high=high)
-        assert spread(timed) == expected
-        assert spread(timed, short=True) == short
-    assert spread(dataclasses.replace(row, step_ms=310.2, step_ms_ci_low=None, step_ms_low=300.0, step_ms_high=310.0))
-    assert interval_words(dataclasses.replace(row, step_ms_ci_low=None)) == ""
+def timed(row: Row, step: Difference | None = None, ratio: float | None = None, **changes: float | None) -> Row:
+    """The row with other times."""
+    assert row.measured is not None
+    result = dataclasses.replace(row.result, measurement=dataclasses.replace(row.measured, **changes))  # type: ignore[arg-type]
+    return Row(result, dataclasses.replace(row.decision, step=step, throughput_ratio=ratio))
+
+
+@pytest.mark.parametrize(
+    ("step", "low", "high", "expected"),
+    [
+        (310.23, 305.1, 316.0, "310 (305-316)"),
+        (310.23, 310.1, 310.5, "310.2 (310.1-310.5)"),
+        (3.2123, 3.05, 3.36, "3.2 (3.0-3.4)"),
+        (0.8123, 0.8, 0.83, "0.81 (0.80-0.83)"),
+        (310.23, None, None, "310.2 ±5.0"),
+    ],
+)
+def test_step_times_show_no_more_digits_than_their_interval(
+    step: float, low: float | None, high: float | None, expected: str
+) -> None:
+    row = made_of("accept a candidate").rows[1]
+    changed = {"step_ms_ci_low": low, "step_ms_ci_high": high, "step_ms_low": 300.0, "step_ms_high": 310.0}
+    assert spread(timed(row, step_ms=step, **changed)) == expected
 
 
 def test_a_difference_inside_of_the_noise_is_called_none() -> None:
-    made = section("accept a candidate")
-    row = dataclasses.replace(made.rows[1], throughput_ratio=0.99, step=Difference(1.01, 0.98, 1.03, True))
-    assert speed(row) == "none"
-    assert change_cell(row) == "none (-2 to +3 %)"
+    made = made_of("accept a candidate")
+    row = timed(made.rows[1], Difference(1.01, 0.98, 1.03, True), 0.99)
+    assert (speed(row), change_cell(row)) == ("none", "none (-2 to +3 %)")
     assert "no difference beyond the noise against the baseline's 118.1 ms" in time_words(made, row)
-    row = dataclasses.replace(row, step=Difference(1.3, 1.25, 1.34, False))
-    assert speed(row) == "0.99x"
-    assert change_cell(row) == "+30 % (+25 to +34)"
+    row = timed(made.rows[1], Difference(1.3, 1.25, 1.34, False), 0.99)
+    assert (speed(row), change_cell(row)) == ("0.99x", "+30 % (+25 to +34)")
     assert "+30.0 % against the baseline's 118.1 ms (95 % interval +25.0 % to +34.0 %)" in time_words(made, row)
-
-
-# ---- quality
-
-
-def judged(seeds: int) -> Section:
-    made = build(sweep_over_seeds(seeds=seeds), BudgetConf(memory_mib=200), None, Path()).sections[0]
-    base = made.results[0].measurement
-    for row, result in zip(made.rows[1:], made.results[1:]):
-        assert result.measurement is not None and base is not None
-        row.quality = quality_of(result.measurement, base)
-    return made
+    row = timed(made.rows[1], None, 0.5)
+    assert change_cell(row) == "+100 %"
+    assert "whether that is noise is not known" in time_words(made, row)
 
 
 def test_quality_is_told_by_verdict() -> None:
-    lines = quality_lines(judged(3))
-    assert lines[1] == "equal within the noise: micro_batch +0.0072 (-0.0071 to +0.021)"
-    assert lines[0] == "equal to the last bit: checkpoint, checkpoint_selective, offload, hybrid"
-    assert "3 seeds, compared in pairs" in seeds_words(judged(3))
-    one = judged(1)
+    three, one = made_of("accept a candidate"), made_of("one seed")
+    assert quality_lines(three) == [
+        "equal to the last bit: checkpoint, checkpoint_selective, offload, hybrid",
+        "equal within the noise: micro_batch +0.0072 (-0.0071 to +0.021)",
+    ]
+    assert "3 seeds, compared in pairs" in seeds_words(three)
+    assert quality_cell(three.rows[2]) == "equal, 0"
     assert "not known with 1 seed (measure.seeds=3 would tell): micro_batch" in quality_lines(one)[-1]
     assert quality_cell(one.rows[1]).startswith("not known, +0.0")
     assert seeds_words(one).startswith("1 seed, so losses")
-    assert quality_cell(judged(3).rows[2]) == "equal, 0"
+
+
+# ---- markdown
+
+
+def test_markdown_is_made_of_whole_tables_without_pictures(report: Report) -> None:
+    text = markdown(report)
+    assert "![" not in text  # a run's description shows no picture that lies beside it
+    tables = re.findall(r"(?:^\|.*\n?)+", text, re.M)
+    for table in tables:
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1, table
+    assert tables[0].count("\n") == len(report.sections[0].rows) + 2
+
+
+def test_a_description_of_a_hundred_trials_fits_mlflow_and_keeps_what_matters() -> None:
+    results = [trial("baseline", 300.0, 100.0)]
+    results += [
+        trial("micro_batch", 100.0 + i, 200.0 - i / 2, name=f"micro_batch number_{i}", measure={"spread": 0.0})
+        for i in range(100)
+    ]
+    report = built(results, BudgetConf(memory_mib=250))
+    assert len(markdown(report)) > 8000
+    text = describe(report)
+    assert len(text) <= 7900
+    assert "| baseline |" in text
+    assert "| **micro_batch number_99** |" in text
+    assert "more trials are in `report.json`" in text
+    assert "Which command repeats it?" in text
+
+
+def test_a_description_of_very_long_words_is_cut_with_a_note() -> None:
+    text = describe(built([trial("offload", outcome="failed", error="x" * 9000)]))
+    assert len(text) <= 7900
+    assert "the whole is in report.md" in text
 
 
 # ---- escaping

@@ -236,9 +236,9 @@ def test_reports_and_pictures_preview(ui: Recorded) -> None:
     page = ui.page
     page.open(ui.run(ui.small_sweep, "/artifacts"))
     page.click("div, span", "report.md")
-    page.shows("What was the pressure?")
+    page.shows("What filled the memory?")
     page.click("div, span", "report.html")
-    page.until("the HTML report in a frame", lambda: "What was the pressure?" in frame_text(page))
+    page.until("the HTML report in a frame", lambda: "What filled the memory?" in frame_text(page))
     page.click("div, span", "pareto.png")
     drawn = "return Math.max(0, ...[...document.images].map(image => image.naturalWidth))"
     page.until("the picture", lambda: page.run(drawn) > 500)
@@ -257,7 +257,7 @@ def test_a_sweep_that_was_recorded_on_the_server(ui: Recorded) -> None:
     experiment = where.split("/experiments/")[1].split("/")[0]
     page.open(f"#/experiments/{experiment}/runs/{ui.served}/artifacts?workflowType=machine_learning")
     page.click("div, span", "report.md")
-    page.shows("What was the pressure?")
+    page.shows("What filled the memory?")
 
 
 def name(row: dict[str, str]) -> str:

@@ -25,6 +25,7 @@ from sweep.config.schema import (
 )
 from sweep.decide.verdict import decide
 from sweep.errors import NotEquivalent
+from sweep.report import judge
 from sweep.session import Session, State, now
 from sweep.trial.trial import check_known, fixed_id, is_baseline, run_trial, strategy_id
 from tests.small_workloads import config
@@ -207,4 +208,4 @@ def test_what_several_jobs_ask_for_is_computed_once_and_judged_by_the_budget_of_
     baseline, recomputed = session.results()
     assert baseline.is_baseline
     assert [b["memory_mib"] for b in recomputed.budgets] == [None, 100.0]
-    assert [c.cap_mib for c in session._judge([baseline, recomputed])] == [None, 100.0]
+    assert [c.cap_mib for _, c in judge([baseline, recomputed])] == [None, 100.0]
