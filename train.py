@@ -10,13 +10,11 @@ import hydra
 from omegaconf import DictConfig
 
 import sweep.config.schema  # noqa: F401  registers the typed config
-from sweep.cli import guarded
+from sweep.cli import guarded, run_job
 
 
 @hydra.main(version_base="1.3", config_path=str(Path(__file__).resolve().parent / "conf"), config_name="config")
 def main(cfg: DictConfig) -> Any:
-    from sweep.session import run_job  # torch is imported only when a job really starts
-
     return run_job(cfg)
 
 

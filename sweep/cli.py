@@ -9,17 +9,20 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, RangeSweep, Sweep
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
@@ -27,13 +30,37 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from sweep.config.addresses import ENVIRONMENT, conceal, conceal_in, conceal_word, without_secrets, words_of
-from sweep.config.check import check_diagnosis, typed
-from sweep.config.schema import Config, Mode
-from sweep.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED, BadInput, DoesNotFit
+from sweep.config.addresses import (
+    ENVIRONMENT,
+    conceal,
+    conceal_in,
+    conceal_word,
+    without_hydra,
+    without_secrets,
+    words_of,
+)
+from sweep.config.check import typed
+from sweep.config.schema import Mode
+from sweep.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, BadInput, DoesNotFit
 from sweep.interrupts import Terminated, ended_by_signals, whole
 
+if TYPE_CHECKING:
+    from sweep.diagnose.facts import Diagnosis
+    from sweep.results import TrialResult
+    from sweep.session import Session
+
 FULL_ERROR = "HYDRA_FULL_ERROR"
+
+
+@dataclass
+class Command:
+    """What `guarded` and the callback, which Hydra makes by itself inside of it, know of each other."""
+
+    session: Session | None = None
+
+
+#: The command that runs. Hydra hands nothing from its caller to its callbacks.
+_running: ContextVar[Command] = ContextVar("command")
 
 
 def guarded(main: Callable[[], Any]) -> int:
@@ -42,19 +69,22 @@ def guarded(main: Callable[[], Any]) -> int:
     Ctrl-C and SIGTERM end it with the report of what was measured so far; a further one changes nothing.
     """
     sys.argv = with_multirun([sys.argv[0], *map(conceal_word, sys.argv[1:])])
+    command = Command()
+    token = _running.set(command)
     try:
         with ended_by_signals() as came:
-            return _run(main, came)
+            return _run(main, command, came)
     finally:
+        _running.reset(token)
         os.environ.pop(ENVIRONMENT, None)
 
 
-def _run(main: Callable[[], Any], came: Sequence[int]) -> int:
+def _run(main: Callable[[], Any], command: Command, came: Sequence[int]) -> int:
     before = os.environ.get(FULL_ERROR)
     os.environ[FULL_ERROR] = "1"  # Hydra would print its own version of the error and exit with 1
     try:
         main()
-        return _exit_code()
+        return command.session.exit_code if command.session is not None else EXIT_OK
     except (Exception, Escaping, KeyboardInterrupt) as caught:
         error = caught.error if isinstance(caught, Escaping) else caught
         terminated = isinstance(error, Terminated) or signal.SIGTERM in came[:1]
@@ -62,7 +92,11 @@ def _run(main: Callable[[], Any], came: Sequence[int]) -> int:
         interrupted = bool(came) or isinstance(error, KeyboardInterrupt)
         bad = None if interrupted else as_bad_input(error)
         with suppress(KeyboardInterrupt), whole():
-            _finish("KILLED" if interrupted else "FAILED", error)
+            # The frames that the error has left keep cursors, and so locks of the store, and whatever else is large.
+            for each in _chain(error):
+                traceback.clear_frames(each.__traceback__)
+            if command.session is not None:
+                command.session.finish("KILLED" if interrupted else "FAILED")
             if interrupted:
                 how = "terminated" if terminated else "interrupted"
                 print(f"{how}; what was measured so far is kept", file=sys.stderr)
@@ -106,23 +140,6 @@ def not_swallowed() -> Iterator[None]:
         yield
     except Exception as error:
         raise Escaping(error) from error
-
-
-def _finish(status: str, error: BaseException) -> None:
-    """Close the session of this process, if it got so far as to open one.
-
-    The frames that the error has left keep cursors, and so locks of the store, and whatever else was large in them.
-    """
-    for each in _chain(error):
-        traceback.clear_frames(each.__traceback__)
-    session_module = sys.modules.get("sweep.session")
-    if session_module is not None and session_module.Session.current is not None:
-        session_module.Session.current.finish(status)
-
-
-def _exit_code() -> int:
-    session_module = sys.modules.get("sweep.session")
-    return 0 if session_module is None else session_module.Session.exit_code
 
 
 def as_bad_input(error: BaseException) -> BadInput | None:
@@ -225,168 +242,86 @@ ROOT = Path(__file__).resolve().parent.parent
 class SweepCallback(Callback):
     """Opens the session of a command before its jobs and closes it after them."""
 
+    def __init__(self) -> None:
+        self.session: Session | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"session": None}  # a launcher's other processes attach to it by themselves
+
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         with not_swallowed():
             conceal_in(config)
-            _open(config, [_without_hydra(config)], Path(config.hydra.run.dir), sweep=False)
+            self._open(config, [without_hydra(config)], Path(config.hydra.run.dir), sweep=False)
 
     def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
-        _finish_session()
+        with not_swallowed():
+            if self.session is not None:
+                self.session.finish()
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         with not_swallowed():
             conceal_in(config)
             _check_sweeps(config)
-            study = _settle_study(config) if is_search(config) else ""
-            _open(config, _jobs(config), Path(config.hydra.sweep.dir), sweep=True, study=study)
+            if is_search(config):
+                from sweep.search.preflight import first_job, settle_study
+
+                study = settle_study(config, ROOT)
+                self._open(config, [first_job(config)], Path(config.hydra.sweep.dir), sweep=True, study=study)
+            else:
+                self._open(config, _jobs(config), Path(config.hydra.sweep.dir), sweep=True)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        _finish_session()
+        self.on_run_end(config)
 
+    def _open(
+        self, config: DictConfig, jobs: list[DictConfig] | None, folder: Path, *, sweep: bool, study: str = ""
+    ) -> None:
+        configs = [typed(job) for job in jobs or []]
+        # torch comes in here, after whatever is wrong with the words of the command line has been found.
+        from sweep.config.device import resolve_device
+        from sweep.session import Session
+        from sweep.trial.trial import check_trial
 
-def _open(config: DictConfig, jobs: list[DictConfig] | None, folder: Path, *, sweep: bool, study: str = "") -> None:
-    configs = [typed(job) for job in jobs or []]
-    # torch comes in here, after whatever is wrong with the words of the command line has been found.
-    from sweep.config.device import resolve_device
-    from sweep.session import Session
-    from sweep.trial.trial import check_trial
-
-    checked: dict[str, Any] = {}
-    misfits: list[DoesNotFit] = []
-    for job in configs:
-        job.device = resolve_device(job.device)
+        checked: dict[str, Any] = {}
+        misfits: list[DoesNotFit] = []
+        for job in configs:
+            job.device = resolve_device(job.device)
+            try:
+                check_trial(job, checked)
+            except DoesNotFit as error:
+                misfits.append(error)
+        if misfits and len(misfits) == len(configs):
+            raise misfits[0]
+        first = configs[0] if configs else typed(without_hydra(config))
         try:
-            check_trial(job, checked)
-        except DoesNotFit as error:
-            misfits.append(error)
-    if misfits and len(misfits) == len(configs):
-        raise misfits[0]
-    first = configs[0] if configs else typed(_without_hydra(config))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        key = "hydra.sweep.dir" if sweep else "hydra.run.dir"
-        raise BadInput(key, folder, f"cannot be made ({error.strerror})", "give another folder") from error
-    overrides = words_of(config.hydra.overrides.task)
-    storage = config.hydra.sweeper.storage if study else None
-    session = Session.open(
-        folder.resolve(),
-        first,
-        overrides,
-        trials=first.search.n_trials if study else len(configs) or None,
-        sweep=sweep,
-        study=study,
-        storage=conceal(storage) if isinstance(storage, str) else None,
-    )
-    session.checked = checked
-
-
-def is_search(config: DictConfig) -> bool:
-    """Whether the sweeper of a composed command is ours."""
-    return str(config.hydra.sweeper._target_).endswith("BudgetSweeper")
-
-
-def _settle_study(config: DictConfig) -> str:
-    """Name a search's study and give it a folder of its own, so that the same command again finds both.
-
-    Hydra composes every job anew from the words of the command line, so both are added there, too.
-    """
-    from sweep.search.hydra import study_name
-    from sweep.search.space import encode
-
-    first = typed(_without_hydra(config), whole=False)
-    _check_search(first, config.hydra.sweeper)
-    hydra = GlobalHydra.instance().hydra
-    assert hydra is not None
-    name = study_name(config, f"{first.search.name or 'search'}-{first.workload.name}", hydra.config_loader, ROOT)
-    said = config.hydra.overrides.hydra
-    settled: dict[str, Any] = {"hydra.sweeper.study_name": name, "hydra.sweeper.resume": True}
-    if config.hydra.sweeper.storage is not None and not any(str(w).startswith("hydra.sweep.dir=") for w in said):
-        settled["hydra.sweep.dir"] = str(ROOT / "multirun" / name)
-    if first.search.name is not None and not any(str(w).startswith("hydra.sweep.subdir=") for w in said):
-        settled["hydra.sweep.subdir"] = "${hydra.job.num}"  # the strategy's name would be the one searched from
-    with read_write(config), open_dict(config):
-        for key, value in settled.items():
-            OmegaConf.update(config, key, value)
-            said.append(f"{key}={encode(value)}")
-    return name
-
-
-def _check_search(config: Config, sweeper: DictConfig) -> None:
-    """Raise BadInput for what a search cannot do, before anything runs."""
-    if config.mode is Mode.diagnose:
-        check_diagnosis(config)
-    if config.mode is not Mode.measure:
-        raise BadInput(
-            "mode",
-            config.mode.value,
-            "a search measures",
-            "leave it out, or predict without one: -m 'strategy=glob(*)'",
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            key = "hydra.sweep.dir" if sweep else "hydra.run.dir"
+            raise BadInput(key, folder, f"cannot be made ({error.strerror})", "give another folder") from error
+        overrides = words_of(config.hydra.overrides.task)
+        storage = config.hydra.sweeper.storage if study else None
+        self.session = Session.open(
+            folder.resolve(),
+            first,
+            overrides,
+            trials=first.search.n_trials if study else len(configs) or None,
+            sweep=sweep,
+            study=study,
+            storage=conceal(storage) if isinstance(storage, str) else None,
+            checked=checked,
         )
-    if not config.measure.ledger and config.device.type != "cuda":
-        raise BadInput("measure.ledger", False, "a search needs the peak of every trial", "leave it on")
-    from sweep.search.preflight import CONSTRAINTS, OBJECTIVES
-
-    if OmegaConf.select(sweeper, "read._target_") != "sweep.search.preflight.read":
-        return  # a reader of one's own gives what it likes
-    for key, known in (("objectives", OBJECTIVES), ("constraints", CONSTRAINTS)):
-        for name in sweeper[key]:
-            if name not in known:
-                todo = f"give {' or '.join(known)}"
-                raise BadInput(f"hydra.sweeper.{key}", name, "no trial gives such a number", todo)
-
-
-def _finish_session() -> None:
-    from sweep.session import Session
-
-    if Session.current is not None:
-        with not_swallowed():
-            Session.current.finish()
+        _running.get().session = self.session
 
 
 def _jobs(config: DictConfig) -> list[DictConfig] | None:
     """The configs of all jobs that Hydra's own sweeper will launch; None for another one, which decides as it goes."""
-    if is_search(config):
-        return _points(config)
     if not str(config.hydra.sweeper._target_).endswith("BasicSweeper"):
         return None
     hydra = GlobalHydra.instance().hydra
     assert hydra is not None
     loader = hydra.config_loader
     batches = BasicSweeper.split_arguments(_overrides(config, loader), None)
-    return [_without_hydra(loader.load_sweep_config(config, list(job))) for batch in batches for job in batch]
-
-
-def _points(config: DictConfig) -> list[DictConfig]:
-    """One job of a search, the first that can be, to check what all have in common. Raises what is wrong with all.
-
-    A point that cannot be becomes a trial that says so; the config without the words that are searched is no point.
-    """
-    from sweep.config.device import resolve_device
-    from sweep.search.hydra import compositions, space_of
-    from sweep.search.preflight import choices
-    from sweep.trial.trial import check_trial
-
-    hydra = GlobalHydra.instance().hydra
-    assert hydra is not None
-    loader, base = hydra.config_loader, _without_hydra(config)
-    space = space_of(config.hydra.sweeper, words_of(config.hydra.overrides.task), loader, base)
-    wrong: BadInput | None = None
-    checked: dict[str, Any] = {}
-    for words in compositions(space):
-        job = _without_hydra(loader.load_sweep_config(config, words))
-        try:
-            own = typed(job)
-            own.device = resolve_device(own.device)
-            check_trial(own, checked)
-        except BadInput as error:
-            wrong = wrong or error
-            continue
-        if own.search.name is not None:
-            choices(own)
-        return [job]
-    assert wrong is not None
-    raise wrong
+    return [without_hydra(loader.load_sweep_config(config, list(job))) for batch in batches for job in batch]
 
 
 def _overrides(config: DictConfig, loader: ConfigLoader) -> list[Override]:
@@ -420,5 +355,20 @@ def _check_sweeps(config: DictConfig) -> None:
                 raise BadInput(key, written, "has a glob or range in a list", "give it alone, such as glob([a*,b])")
 
 
-def _without_hydra(config: DictConfig) -> DictConfig:
-    return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+def is_search(config: DictConfig) -> bool:
+    """Whether the sweeper of a composed command is ours."""
+    return str(config.hydra.sweeper._target_).endswith("BudgetSweeper")
+
+
+def run_job(cfg: DictConfig) -> TrialResult | Diagnosis:
+    """What Hydra calls for each job: one trial, and before it the baseline where there is none yet; or a diagnosis."""
+    from sweep.session import Session
+
+    hydra = HydraConfig.get()
+    config = typed(cfg)
+    command = _running.get(Command())
+    session = command.session or Session.attach(Path(hydra.sweep.dir).resolve(), config)
+    folder, overrides = Path(hydra.runtime.output_dir), words_of(hydra.overrides.task)
+    if config.mode is Mode.diagnose:
+        return session.diagnose(config, folder, overrides)
+    return session.run(config, folder, overrides)

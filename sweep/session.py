@@ -16,12 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
 from rich.console import Console
 
 from sweep import tracking
-from sweep.config.addresses import words_of
 from sweep.config.check import typed
 from sweep.config.device import resolve_device
 from sweep.config.schema import Config, Mode, StrategyConf, TrackingConf, plain
@@ -33,7 +30,7 @@ from sweep.errors import EXIT_NOTHING_FEASIBLE, EXIT_OK, BadInput, DoesNotFit
 from sweep.interrupts import whole
 from sweep.progress import Display
 from sweep.repeats import in_own_process, repeat_in_turn
-from sweep.report import STATE, Judged, Report, judge, phrases, print_report, report_console, single_line, write_report
+from sweep.report import STATE, Judged, judge, phrases, print_report, report_console, single_line, write_report
 from sweep.report import describe as describe_report
 from sweep.results import Comparison, Evidence, Outcome, Prediction, Trace, TrialResult, read_trials, write_json
 from sweep.trial.outcomes import one_line
@@ -141,10 +138,7 @@ SECRET = (
 
 
 class Session:
-    """See the module's docstring. `Session.current` is this process's, if there is one."""
-
-    current: Session | None = None
-    exit_code = EXIT_OK  # of the command
+    """See the module's docstring."""
 
     def __init__(
         self, folder: Path, state: State, conf: TrackingConf, *, trials: int | None = None, owner: bool = True
@@ -152,8 +146,10 @@ class Session:
         self.folder, self.state, self.conf, self.owner = folder, state, conf, owner
         self.display = Display(trials, report_console() if owner else Console(quiet=True))
         self.sweep = True  # of several trials, perhaps
-        self.checked: dict[str, Any] = {}  # what check_trial has built already
+        self.checked: dict[str, Any] = {}
         self.closed = False
+        self.exit_code = EXIT_OK  # of the command
+        self.files: list[Path] = []  # what a search has drawn: beside the report, and with it in the store
         self._baselines: dict[str, TrialResult] = {}  # ended ones, by fixed_id
         self._folders: dict[str, list[Path]] = {}  # by TrialResult.key: a baseline may lie in its own job's, too
         self._store = tracking.store_location(conf.uri, ROOT, conf.experiment) if conf.enabled else None
@@ -169,10 +165,12 @@ class Session:
         sweep: bool,
         study: str = "",
         storage: str | None = None,
+        checked: dict[str, Any] | None = None,
     ) -> Session:
         """Start a session: prepare the store, end what a killed command left, open the parent run.
 
         study: name of a search's study; a session of the same study in the same folder is gone on with.
+        checked: what check_trial has built already.
         """
         command = shlex.join(["python", "train.py", *(["-m"] if sweep else []), *overrides])
         state = State(now(), None, command, study, storage)
@@ -181,7 +179,7 @@ class Session:
         if resumed and before is not None:
             state.started_at, state.parent_run_id = before.started_at, before.parent_run_id
         session = cls(folder, state, config.tracking, trials=trials)
-        session.sweep = sweep
+        session.sweep, session.checked = sweep, checked or {}
         store = session._store
         if store is not None:
             tracking.initialise(store)
@@ -205,7 +203,6 @@ class Session:
             state.page = tracking.sweep_page(store, state.parent_run_id)
         state.write(folder)
         session.display.start()
-        cls.current = session
         return session
 
     def _catch_up(self, store: tracking.Store) -> None:
@@ -415,7 +412,7 @@ class Session:
         files, markdown = self._report(judged) if judged else ([], "")
         diagnoses = diagnoses_in(self.folder, self.state.started_at)
         if diagnoses and not print_all(diagnoses, self.display.console):
-            Session.exit_code = EXIT_NOTHING_FEASIBLE
+            self.exit_code = EXIT_NOTHING_FEASIBLE
         if self._store is not None:
             tracking.close_sweep(
                 self._store,
@@ -425,7 +422,6 @@ class Session:
                 files=files,
                 comparisons=[comparison for _, comparison in judged],
             )
-        Session.current = None
 
     def _report(self, judged: list[Judged]) -> tuple[list[Path], str]:
         """Everything that is made of the results together. Returns the files, and the report in markdown."""
@@ -434,8 +430,8 @@ class Session:
         report = write_report(judged, self.folder, command=self.state.command, most=most)
         print_report(report, self.display.console)
         if not report.feasible:
-            Session.exit_code = EXIT_NOTHING_FEASIBLE
-        files = [*report.files, *self._search_files(config, report)]
+            self.exit_code = EXIT_NOTHING_FEASIBLE
+        files = [*report.files, *self.files]
         return files, describe_report(report)
 
     def _keep(self, judged: list[Judged]) -> None:
@@ -456,25 +452,3 @@ class Session:
         """Into each folder that holds the trial, as `results()` found them."""
         for folder in self._folders[result.key]:
             save(replace(result), folder)
-
-    def _search_files(self, config: Config, report: Report) -> list[Path]:
-        """What a search leaves beside the report: its result and its plots."""
-        if not self.state.study:
-            return []
-        from sweep.search.plots import draw_study  # only now: Optuna and matplotlib take their time
-
-        found = [self.folder / "optimization_results.yaml"]
-        cap = report.sections[0].comparison.cap_mib
-        found += draw_study(self.state.study, self.state.storage, ROOT, self.folder, cap_mib=cap)
-        return [path for path in found if path.is_file()]
-
-
-def run_job(cfg: DictConfig) -> TrialResult | Diagnosis:
-    """What Hydra calls for each job: one trial, and before it the baseline where there is none yet; or a diagnosis."""
-    hydra = HydraConfig.get()
-    config = typed(cfg)
-    session = Session.current or Session.attach(Path(hydra.sweep.dir).resolve(), config)
-    folder, overrides = Path(hydra.runtime.output_dir), words_of(hydra.overrides.task)
-    if config.mode is Mode.diagnose:
-        return session.diagnose(config, folder, overrides)
-    return session.run(config, folder, overrides)

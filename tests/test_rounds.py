@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from small_workloads import config
-from test_decide import BUSY
 
 import sweep.repeats as module
 from sweep import tracking
@@ -22,12 +21,13 @@ from sweep.errors import DeviceOutOfMemory
 from sweep.progress import Display
 from sweep.repeats import repeat_in_turn
 from sweep.report import read_sweep
-from sweep.results import Run, TrialResult, read_trial, to_dict
+from sweep.results import Conditions, Run, TrialResult, read_trial, to_dict
 from sweep.session import Session
 from sweep.tracking.runs import repeat_metrics_of
 from sweep.trial.process import run_isolated_repeat
 from sweep.trial.trial import fixed_id, run_repeat, run_trial, save
 
+BUSY = Conditions(cpu_others=1.4, disturbed=["other processes kept 1.4 of 2 cores busy"])
 SHORT = {"warmup_steps": 1, "steps": 2, "repeats": 3, "eval_batches": 1}
 
 
@@ -281,12 +281,11 @@ def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def session(tmp_path: Path, uri: str, _no_pictures: None) -> Iterator[Session]:
+def session(tmp_path: Path, uri: str, _no_pictures: None) -> Session:
     c = conf()
     c.tracking.uri = uri
     opened = Session.open(tmp_path / "sweep", c, ["strategy=baseline,micro_batch"], trials=2, sweep=True)
-    yield opened
-    Session.current = None
+    return opened
 
 
 def trials_of(session: Session, *strategies: str, **measure: Any) -> list[TrialResult]:

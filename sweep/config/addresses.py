@@ -128,6 +128,11 @@ def conceal_word(word: str) -> str:
     return word if concealed == text else f"{key}={encode(concealed)}"
 
 
+def without_hydra(config: DictConfig) -> DictConfig:
+    """A composed command's config as its job gets it."""
+    return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+
+
 def words_of(overrides: Any) -> list[str]:
     """A command's words as they were written; a list gives them with their interpolations resolved."""
     written: Any = OmegaConf.to_container(overrides, resolve=False)

@@ -28,6 +28,7 @@ class Job:
     config: DictConfig  # composed, without Hydra's own part
     folder: Path | None = None
     estimate: Answer | None = None  # what the preflight said
+    session: Any = None  # the project's own, where it is the app that is searched
 
 
 class Runner(Protocol):

@@ -20,7 +20,7 @@ from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from sweep.config.addresses import conceal_in, words_of
+from sweep.config.addresses import conceal_in, without_hydra, words_of
 from sweep.errors import EXIT_BAD_INPUT, EXIT_NOTHING_FEASIBLE, BadInput
 from sweep.search.candidate import Job, Settings
 from sweep.search.loop import Search, quiet_optuna
@@ -54,8 +54,10 @@ def run_sweep(
     as one line, and the exit code is 2. Exits with 3 where no trial is feasible.
     """
     conceal_in(config)
+    session = next((c.session for c in context.callbacks.callbacks if hasattr(c, "session")), None)
+    search: Search | None = None
     try:
-        search = make_search(settings, arguments, context, config, launcher, task_function)
+        search = make_search(settings, arguments, context, config, launcher, task_function, session=session)
         found = search.run()
     except (BadInput, HydraException, OmegaConfBaseException) as error:
         if os.environ.get("HYDRA_FULL_ERROR", "0") == "1":
@@ -64,6 +66,8 @@ def run_sweep(
         raise SystemExit(EXIT_BAD_INPUT) from error
     finally:
         sys.stdout.flush()
+        if search is not None and session is not None:
+            session.files += search.files()
     if not search.progress.end(found, search.ended_because):
         # Hydra would call them after this function, which does not return.
         context.callbacks.on_multirun_end(config=config, config_name=config.hydra.job.config_name)
@@ -79,6 +83,7 @@ def make_search(
     launcher: Launcher,
     task_function: TaskFunction,
     say: Callable[[str], None] = print,
+    session: Any = None,
 ) -> Search:
     """Check everything that can be checked, open the study, and be ready to ask. Raises BadInput."""
     quiet_optuna()
@@ -124,6 +129,7 @@ def make_search(
         read=hook(given["read"], "read"),
         recover=hook(given.get("recover"), "recover"),
         say=say,
+        session=session,
     )
 
 
@@ -228,10 +234,6 @@ def app_folder(task_function: TaskFunction, config: DictConfig) -> Path:
         return Path(inspect.getfile(inspect.unwrap(task_function))).resolve().parent
     except (TypeError, OSError):
         return Path(config.hydra.runtime.cwd)
-
-
-def without_hydra(config: DictConfig) -> DictConfig:
-    return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
 
 
 class HydraRunner:

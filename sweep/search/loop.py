@@ -361,7 +361,9 @@ class Search:
         read: Callable[[Job, Any], Any] | None = None,
         recover: Callable[[Job], Any] | None = None,
         say: Callable[[str], None] = print,
+        session: Any = None,
     ) -> None:
+        self.session = session
         self.study, self.space, self.sampler, self.settings, self.runner = study, space, sampler, settings, runner
         self.recover = recover
         self.folder, self.fixed, self.preflight, self.plan, self.read = folder, fixed, preflight, plan, read
@@ -381,6 +383,18 @@ class Search:
         self._running: set[tuple[str, ...]] = set()  # the points of the batch that is being filled or run
         self._unknown = self._in_order()
         self._judged_after = -1  # jobs launched when the refused points were last reconsidered
+
+    def _job(self, number: int, point: Point, overrides: list[str]) -> Job:
+        return Job(number, point, overrides, DictConfig({}), session=self.session)
+
+    def files(self) -> list[Path]:
+        """What a search leaves beside the report: its result, and its pictures, drawn now."""
+        if self.folder is None:
+            return []
+        from sweep.search.plots import draw_study  # only now: matplotlib takes its time
+
+        result = self.folder / "optimization_results.yaml"
+        return [*([result] if result.is_file() else []), *draw_study(self.study, self.folder)]
 
     def run(self) -> list[Record]:
         """Search until one of the limits. Returns all trials of the study; whatever happens, they are kept and written.
@@ -421,7 +435,8 @@ class Search:
         asked = trial.user_attrs.get(JOB, {})
         if self.recover is None or asked.get("fixed") != self.fixed or "folder" not in asked:
             return None
-        job = Job(trial.number, trial.params, asked["overrides"], DictConfig({}), Path(asked["folder"]))
+        job = self._job(trial.number, trial.params, asked["overrides"])
+        job.folder = Path(asked["folder"])
         try:
             job.config, _ = self.runner.compose(trial.number, job.overrides)
             said = self.recover(job)
@@ -439,7 +454,7 @@ class Search:
         room = self.limits.room(self.launched)
         while len(batch) < room and not (self.sampler.exhaustive and self._unknown.keys() <= self._running):
             trial = self._ask()
-            job = Job(trial.number, trial.params, self.space.overrides(trial.params), DictConfig({}))
+            job = self._job(trial.number, trial.params, self.space.overrides(trial.params))
             identity = self.space.identity(job.point)
             if identity in self._running:
                 twins.append((trial, job))
@@ -615,7 +630,7 @@ class Search:
         for identity, r in self._known.items():
             if r.answered_by != BY_PREFLIGHT:
                 continue
-            job = Job(r.number, r.params, r.overrides, DictConfig({}))
+            job = self._job(r.number, r.params, r.overrides)
             try:
                 job.config, _ = self.runner.compose(r.number, r.overrides)
             except Exception:

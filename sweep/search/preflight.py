@@ -12,15 +12,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from sweep import interrupts
-from sweep.config.check import typed
+from sweep.config.addresses import without_hydra, words_of
+from sweep.config.check import check_diagnosis, typed
 from sweep.config.device import resolve_device
 from sweep.config.schema import (
     CheckpointConf,
     Config,
     Granularity,
+    Mode,
     OffloadConf,
     Placement,
     SearchSpaceConf,
@@ -31,12 +34,14 @@ from sweep.decide.verdict import Facts, deciding_peak_mib, memory_cap
 from sweep.errors import BadInput, CannotPredict, NoEffect, NothingOffloaded, NothingRecomputed
 from sweep.format import number
 from sweep.results import Outcome, TrialResult, read_trials
-from sweep.search.candidate import Answer
+from sweep.search.candidate import Answer, Job
 from sweep.search.forecast import Forecast, Judgement, signature
+from sweep.search.hydra import compositions, space_of, study_name
 from sweep.search.plan import Candidate, Pieces, Plan, make_plan
+from sweep.search.space import encode
 from sweep.session import Session
 from sweep.strategy import check_blocks
-from sweep.trial.trial import digest, fixed_id, is_baseline, strategy_id
+from sweep.trial.trial import check_trial, digest, fixed_id, is_baseline, strategy_id
 from sweep.workload import build_outline, find_blocks
 
 MICRO, GRANULARITY = "strategy.micro_batch_size", "strategy.checkpoint.granularity"
@@ -167,7 +172,7 @@ class Preflight:
                 self.forecast.say(f"candidates are run without a prediction: {error}")
             self._not_predictable = True
             return None
-        self._baseline(config)
+        self._baseline(config, job.session)
         same = signature(judgement, config)
         p = judgement.prediction
         said: dict[str, Any] = {
@@ -178,7 +183,7 @@ class Preflight:
             "same_as": self._trial_of.get(same),
         }
         if not judgement.fits and said["same_as"] is None:
-            said |= self._record(job.config, job.folder, job.overrides, judgement, same)
+            said |= self._record(job, judgement, same)
         return said
 
     def learn(self, record: Any) -> None:
@@ -212,21 +217,20 @@ class Preflight:
         # Where nothing that fits could be timed there is nothing to estimate from.
         return whole / step_ms * 1000 if step_ms > 0 and math.isfinite(step_ms) else 0.0
 
-    def _record(
-        self, node: DictConfig, folder: Path | None, overrides: list[str], judgement: Judgement, same: str
-    ) -> dict[str, Any]:
+    def _record(self, job: Job, judgement: Judgement, same: str) -> dict[str, Any]:
         """Leave a result.json and an MLflow run of a refused candidate, once."""
-        if folder is None or same in self._refused or Session.current is None:
+        if job.folder is None or same in self._refused or job.session is None:
             return {}
         self._refused.add(same)
-        others = (folder.with_name(f"{folder.name}-{i}") for i in itertools.count(2))
-        folder = next(f for f in itertools.chain([folder], others) if not f.exists())
-        result = Session.current.refuse(typed(node), folder, overrides, judgement.prediction, judgement.reason)
+        others = (job.folder.with_name(f"{job.folder.name}-{i}") for i in itertools.count(2))
+        folder = next(f for f in itertools.chain([job.folder], others) if not f.exists())
+        result = job.session.refuse(
+            typed(job.config), folder, job.overrides, judgement.prediction, judgement.reason
+        )
         return {"mlflow_run_id": result.mlflow_run_id, "folder": str(folder)}
 
-    def _baseline(self, config: Config) -> None:
+    def _baseline(self, config: Config, session: Session | None) -> None:
         """A trial runs its baseline first where there is none yet. Where that cannot fit, it is recorded as refused."""
-        session = Session.current
         if session is None or not config.compare or session.baseline_of(config) is not None:
             return
         baseline = replace(config, strategy=StrategyConf(name="baseline"))
@@ -237,11 +241,10 @@ class Preflight:
             session.refuse_baseline(config, judgement.prediction, judgement.reason)
 
 
-def read(job: Any, result: TrialResult) -> dict[str, Any]:
+def read(job: Job, result: TrialResult) -> dict[str, Any]:
     """What a trial came to: objectives by name, and by what share it is beyond each limit."""
     config = typed(result.config)
-    session = Session.current
-    baseline = None if result.is_baseline or session is None else session.baseline_of(config)
+    baseline = None if result.is_baseline or job.session is None else job.session.baseline_of(config)
     m, estimate = result.measurement, job.estimate
     over = estimate.constraints.get("memory") if estimate is not None else None
     info = dict(estimate.info) if estimate is not None else {}
@@ -383,3 +386,75 @@ def _candidates(search: Any, config: Config) -> list[Candidate]:
 
 
 __all__ = ["Preflight", "limits", "plan", "read", "recover"]
+
+
+def settle_study(config: DictConfig, root: Path) -> str:
+    """Name a search's study and give it a folder of its own, so that the same command again finds both.
+
+    Hydra composes every job anew from the words of the command line, so both are added there, too.
+    """
+    first = typed(without_hydra(config), whole=False)
+    _check_search(first, config.hydra.sweeper)
+    hydra = GlobalHydra.instance().hydra
+    assert hydra is not None
+    name = study_name(config, f"{first.search.name or 'search'}-{first.workload.name}", hydra.config_loader, root)
+    said = config.hydra.overrides.hydra
+    settled: dict[str, Any] = {"hydra.sweeper.study_name": name, "hydra.sweeper.resume": True}
+    if config.hydra.sweeper.storage is not None and not any(str(w).startswith("hydra.sweep.dir=") for w in said):
+        settled["hydra.sweep.dir"] = str(root / "multirun" / name)
+    if first.search.name is not None and not any(str(w).startswith("hydra.sweep.subdir=") for w in said):
+        settled["hydra.sweep.subdir"] = "${hydra.job.num}"  # the strategy's name would be the one searched from
+    with read_write(config), open_dict(config):
+        for key, value in settled.items():
+            OmegaConf.update(config, key, value)
+            said.append(f"{key}={encode(value)}")
+    return name
+
+
+def _check_search(config: Config, sweeper: DictConfig) -> None:
+    """Raise BadInput for what a search cannot do, before anything runs."""
+    if config.mode is Mode.diagnose:
+        check_diagnosis(config)
+    if config.mode is not Mode.measure:
+        raise BadInput(
+            "mode",
+            config.mode.value,
+            "a search measures",
+            "leave it out, or predict without one: -m 'strategy=glob(*)'",
+        )
+    if not config.measure.ledger and config.device.type != "cuda":
+        raise BadInput("measure.ledger", False, "a search needs the peak of every trial", "leave it on")
+    if OmegaConf.select(sweeper, "read._target_") != "sweep.search.preflight.read":
+        return  # a reader of one's own gives what it likes
+    for key, known in (("objectives", OBJECTIVES), ("constraints", CONSTRAINTS)):
+        for name in sweeper[key]:
+            if name not in known:
+                todo = f"give {' or '.join(known)}"
+                raise BadInput(f"hydra.sweeper.{key}", name, "no trial gives such a number", todo)
+
+
+def first_job(config: DictConfig) -> DictConfig:
+    """One job of a search, the first that can be, to check what all have in common. Raises what is wrong with all.
+
+    A point that cannot be becomes a trial that says so; the config without the words that are searched is no point.
+    """
+    hydra = GlobalHydra.instance().hydra
+    assert hydra is not None
+    loader, base = hydra.config_loader, without_hydra(config)
+    space = space_of(config.hydra.sweeper, words_of(config.hydra.overrides.task), loader, base)
+    wrong: BadInput | None = None
+    checked: dict[str, Any] = {}
+    for words in compositions(space):
+        job = without_hydra(loader.load_sweep_config(config, words))
+        try:
+            own = typed(job)
+            own.device = resolve_device(own.device)
+            check_trial(own, checked)
+        except BadInput as error:
+            wrong = wrong or error
+            continue
+        if own.search.name is not None:
+            choices(own)
+        return job
+    assert wrong is not None
+    raise wrong

@@ -424,7 +424,7 @@ def test_a_custom_search_space_with_conditional_keys(app):
         seen.append((cfg.x, cfg.y, cfg.free.get("mode")))
         return cfg.y
 
-    sweep(app, job, "x=1,2", custom_search_space="tests.test_budget_sweeper.extend", n_trials=50)
+    sweep(app, job, "x=1,2", custom_search_space="test_budget_sweeper.extend", n_trials=50)
     assert sorted(seen, key=str) == sorted(
         [(1, 0, None), *((2, y, m) for y in (10, 11, 12) for m in ("a", "b"))], key=str
     )
@@ -467,8 +467,8 @@ def test_cma_es_needs_its_package(app):
 def test_a_named_hook_is_a_class_or_a_function(app):
     folder = sweep(
         app, lambda cfg: {"speed": cfg.x}, "x=range(0,4)", n_trials=4,
-        preflight="{_target_:tests.test_budget_sweeper.AtMost,most:1}", read="tests.test_budget_sweeper.speed",
-        plan="{_target_:tests.test_budget_sweeper.largest_first}", direction="maximize",
+        preflight="{_target_:test_budget_sweeper.AtMost,most:1}", read="test_budget_sweeper.speed",
+        plan="{_target_:test_budget_sweeper.largest_first}", direction="maximize",
     )  # fmt: skip
     written = results_of(folder)
     assert [t["params"]["x"] for t in written["trials"]][:2] == [3, 1]

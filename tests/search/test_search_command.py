@@ -127,14 +127,14 @@ def test_the_end_of_a_search_is_a_report_with_plots(project: Path, searched: tup
     assert said["baseline"]["outcome"] == "over_budget"
     assert said["verdict"] == "accept"
     assert "Verdict: accept" in output
-    for name in ("search_history.png", "search_pareto.png", "report.md"):
+    for name in ("search_history.png", "report.md"):
         assert (folder / name).stat().st_size > 0
     from mlflow import MlflowClient
 
     parents = runs(project, "tags.kind = 'sweep'")
     client = MlflowClient(f"sqlite:///{project}/mlruns/mlflow.db")
     names = {a.path for a in client.list_artifacts(parents[-1].info.run_id)}
-    assert {"optimization_results.yaml", "search_history.png", "search_pareto.png", "report.json"} <= names
+    assert {"optimization_results.yaml", "search_history.png", "report.json"} <= names
 
 
 def test_a_refused_candidate_is_a_run_and_a_result(project: Path, searched: tuple[Path, str]) -> None:
