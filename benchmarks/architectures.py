@@ -34,9 +34,9 @@ from sweep.config.check import typed  # noqa: E402
 from sweep.config.schema import Config  # noqa: E402
 from sweep.environment import environment  # noqa: E402
 from sweep.errors import SweepError  # noqa: E402
+from sweep.outcomes import one_line  # noqa: E402
 from sweep.results import write_json  # noqa: E402
 from sweep.trial.measure import ledger_pass  # noqa: E402
-from sweep.trial.outcomes import one_line  # noqa: E402
 from sweep.trial.predict import predict  # noqa: E402
 from sweep.trial.verify import verify  # noqa: E402
 from sweep.workload import DataSource, Workload, build_data, build_workload, to_device  # noqa: E402

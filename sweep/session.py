@@ -28,12 +28,12 @@ from sweep.diagnose.facts import Diagnosis
 from sweep.diagnose.job import diagnoses_in, print_all, run_diagnosis
 from sweep.errors import EXIT_NOTHING_FEASIBLE, EXIT_OK, BadInput, DoesNotFit
 from sweep.interrupts import whole
+from sweep.outcomes import one_line
 from sweep.progress import Display
 from sweep.repeats import in_own_process, repeat_in_turn
 from sweep.report import STATE, Judged, judge, phrases, print_report, report_console, single_line, write_report
 from sweep.report import describe as describe_report
 from sweep.results import Comparison, Evidence, Outcome, Prediction, Trace, TrialResult, read_trials, write_json
-from sweep.trial.outcomes import one_line
 from sweep.trial.process import run_isolated, run_isolated_trace
 from sweep.trial.trial import check_trial, describe, fixed_id, is_baseline, run_trace, run_trial, save, strategy_id
 

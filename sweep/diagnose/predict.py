@@ -34,9 +34,9 @@ from sweep.diagnose.facts import (
     Setting,
 )
 from sweep.errors import BadInput, NotEquivalent, NothingOffloaded
+from sweep.outcomes import one_line
 from sweep.results import MIB, Category, Finding, Phase, Prediction
 from sweep.strategy import accumulation_steps, check_blocks, micro_batch_size
-from sweep.trial.outcomes import one_line
 from sweep.trial.predict import predict
 from sweep.trial.trial import check_known
 from sweep.trial.what_if import config_at, what_if

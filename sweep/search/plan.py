@@ -33,11 +33,11 @@ import torch
 from sweep.config.check import typed
 from sweep.config.schema import CheckpointConf, Config, Granularity, Placement, StrategyConf, plain
 from sweep.interrupts import end_with_parent
+from sweep.outcomes import one_line
 from sweep.results import from_dict, to_dict, write_json
 from sweep.search.forecast import Forecast, signature
 from sweep.strategy import accumulation_steps, applied, micro_batch_size
 from sweep.trial.measure import no_progress
-from sweep.trial.outcomes import one_line
 from sweep.trial.process import run_child
 from sweep.trial.trial import digest, limit_memory, torch_device
 from sweep.workload import Workload, build_outline, build_workload, find_blocks

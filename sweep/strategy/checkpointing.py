@@ -26,9 +26,9 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from sweep.config.schema import CheckpointConf, Granularity
 from sweep.errors import BadInput, NotEquivalent
+from sweep.outcomes import one_line, outcome_of
 from sweep.results import Outcome, Phase
 from sweep.strategy.state import StateGuard, restored, with_tensors, without_tensors
-from sweep.trial.outcomes import one_line, outcome_of
 from sweep.workload import Block
 from sweep.workload.step import Phases
 

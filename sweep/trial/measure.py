@@ -21,11 +21,11 @@ from sweep.config.schema import Config, MeasureConf
 from sweep.decide.statistics import good_runs, median_interval
 from sweep.errors import BadInput, DeviceOutOfMemory, NothingOffloaded
 from sweep.memory.ledger import Ledger
+from sweep.outcomes import NotFinite, TimedOut, one_line
 from sweep.results import MIB, Evidence, Measurement, Peak, Phase, Run
 from sweep.strategy import applied
 from sweep.trial.clock import StepTime, clock_for
 from sweep.trial.machine import Watch
-from sweep.trial.outcomes import NotFinite, TimedOut, one_line
 from sweep.trial.passes import STEPS, plan_of, run_plan
 from sweep.workload import DataSource, Workload, build_data, build_workload, compiled_module, to_device
 from sweep.workload.batch import seed_everything

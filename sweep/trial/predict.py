@@ -42,12 +42,12 @@ from sweep.memory.allocator import AllocatorOptions, CachingAllocator, make_allo
 from sweep.memory.cuda import NAMES, CublasWorkspaces, caveats_of, cuda_workspaces, emulated_cuda
 from sweep.memory.cuda_device import CudaAnswers
 from sweep.memory.hollow import CPU, REAL_INTEGERS, HollowLedger, hollow
+from sweep.outcomes import one_line
 from sweep.results import MIB, Category, Phase, Prediction
 from sweep.strategy import Applied, applied
 from sweep.strategy import offload as offload_strategy
 from sweep.strategy.copier import CudaCopier, PlainCopier
 from sweep.trial.measure import planned_steps
-from sweep.trial.outcomes import one_line
 from sweep.trial.passes import STEPS, Found, Plan, plan_of, run_plan
 from sweep.workload import (
     Batch,

@@ -25,11 +25,11 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from sweep.config.schema import Config
 from sweep.memory.ledger import Ledger
+from sweep.outcomes import one_line
 from sweep.report.plots import draw_timeline
 from sweep.results import RANGES, Evidence, Phase, Timeline, Trace, write_json
 from sweep.strategy import Applied, accumulation_steps, applied
 from sweep.trial.measure import LEDGER_STEPS, Progress, no_progress, planned_steps, settled_scaler
-from sweep.trial.outcomes import one_line
 from sweep.trial.predict import plan_of
 from sweep.trial.timeline import Recorder, timeline
 from sweep.workload import Batch, DataSource, Workload, build_workload

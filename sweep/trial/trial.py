@@ -32,11 +32,11 @@ from sweep.config.schema import (
 from sweep.environment import environment
 from sweep.errors import BadInput, DoesNotFit, NotEquivalent, NotOnDevice, SweepError
 from sweep.memory.allocator import AllocatorOptions
+from sweep.outcomes import one_line, outcome_of
 from sweep.results import Evidence, Outcome, Prediction, Run, Trace, TrialResult, write_json
 from sweep.strategy import check_blocks, micro_batch_size, over_the_batch
 from sweep.strategy.checkpointing import MATMUL_AND_ATTENTION
 from sweep.trial.measure import Progress, Steps, evidence_of, measure, no_progress, repeat
-from sweep.trial.outcomes import one_line, outcome_of
 from sweep.trial.predict import predict
 from sweep.trial.verify import verify
 from sweep.trial.what_if import has_bf16, what_if

@@ -45,9 +45,9 @@ from torch.utils.checkpoint import CheckpointError
 
 from sweep.config.schema import Config, Dtype, Granularity, Placement, StrategyConf, WorkloadConf, plain
 from sweep.errors import NotEquivalent
+from sweep.outcomes import NotFinite, is_out_of_memory, one_line
 from sweep.results import Verification
 from sweep.strategy import applied, micro_batch_size
-from sweep.trial.outcomes import NotFinite, is_out_of_memory, one_line
 from sweep.workload import Batch, DataSource, Workload, build_loss, build_workload, map_batch, to_device
 from sweep.workload.batch import python_states, random_states, restore, seed_everything
 from sweep.workload.build import MeanOverSamples

@@ -17,6 +17,7 @@ import sweep.trial.measure as run_module
 from sweep.config.schema import Config
 from sweep.errors import DeviceOutOfMemory, NothingOffloaded
 from sweep.memory.ledger import Ledger
+from sweep.outcomes import NotFinite, TimedOut
 from sweep.results import Evidence, Measurement, Phase, Run, from_dict, to_dict
 from sweep.trial.clock import CpuClock
 from sweep.trial.measure import (
@@ -31,7 +32,6 @@ from sweep.trial.measure import (
     steps_of,
     summary,
 )
-from sweep.trial.outcomes import NotFinite, TimedOut
 from sweep.workload import build_workload
 from sweep.workload.step import Phases
 

@@ -22,8 +22,8 @@ import sweep.trial.verify as run_module
 import sweep.trial.verify as verify_module
 from sweep.config.schema import Config, Dtype
 from sweep.errors import DeviceOutOfMemory
+from sweep.outcomes import NotFinite
 from sweep.results import Verification
-from sweep.trial.outcomes import NotFinite
 from sweep.trial.verify import FLOOR, ROUNDING, FixedDraws, Kept, Record, differences, verify
 from sweep.workload import Workload
 from sweep.workload.step import StepResult, run_step

@@ -1,8 +1,9 @@
-"""Which outcome an exception is. Out of memory has many guises, and host memory running out looks like a GPU's."""
+"""Which outcome an exception is. Out of memory has many guises, and host memory running out looks like a GPU's.
+
+Knows torch's own error by its name: a search over any app asks here, too, and need not have torch.
+"""
 
 from __future__ import annotations
-
-import torch
 
 from sweep.errors import BadInput, CannotPredict, DeviceOutOfMemory, NotEquivalent, NotOnDevice
 from sweep.results import Outcome
@@ -51,7 +52,7 @@ def outcome_of(error: BaseException) -> Outcome:
     pinned = "out of memory" in text and any(m in text for m in _PINNED_WORDS)
     if isinstance(error, MemoryError) or pinned or any(m in text for m in _HOST_MESSAGES):
         return Outcome.oom_host
-    if isinstance(error, torch.OutOfMemoryError) or any(m in text for m in _DEVICE_MESSAGES):
+    if type(error).__name__ == "OutOfMemoryError" or any(m in text for m in _DEVICE_MESSAGES):
         return Outcome.oom_device
     if isinstance(error, (NotEquivalent, CannotPredict, NotOnDevice, BadInput)):
         return Outcome.invalid

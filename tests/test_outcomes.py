@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sweep.errors import BadInput, CannotPredict, DeviceOutOfMemory, NotEquivalent, NothingOffloaded
+from sweep.outcomes import NotFinite, TimedOut, is_out_of_memory, one_line, outcome_of
 from sweep.results import Outcome
-from sweep.trial.outcomes import NotFinite, TimedOut, is_out_of_memory, one_line, outcome_of
 
 AcceleratorError = getattr(torch, "AcceleratorError", RuntimeError)
 
