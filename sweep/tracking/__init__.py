@@ -20,67 +20,27 @@ Only this room imports MLflow, and it does so inside functions. Markdown that de
 from __future__ import annotations
 
 import functools
-import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from sweep.interrupts import whole
-from sweep.results import Comparison, Outcome, TrialResult, write_json
-from sweep.tracking.runs import (
-    Status,
-    best_effort,
-    end,
-    opened,
-    process_tags,
-    reconcile,
-    save_config,
-    save_environment,
-    write,
-    write_dataset,
-    write_files,
-    write_result,
-    write_result_tags,
-)
+from sweep.results import Comparison, Outcome, TrialResult
+from sweep.tracking import runs, values
+from sweep.tracking.runs import Status, best_effort, reconcile
 from sweep.tracking.store import Store, as_bad_input, client, experiment_id, initialise, store_location
-from sweep.tracking.values import (
-    color_of,
-    cut_tags,
-    decision_metrics_of,
-    decision_tags_of,
-    end_status,
-    knobs_of,
-    metrics_of,
-    note_tags,
-    one_line,
-    params_of,
-    plan_tags_of,
-    result_tags_of,
-    sweep_metrics_of,
-    sweep_tags_of,
-)
 from sweep.tracking.views import page_of, save_views
 
 if TYPE_CHECKING:
     from sweep.tracking.system import SystemSampler
 
 __all__ = [
-    "Status",
-    "Store",
-    "TrialRun",
-    "close_sweep",
-    "initialise",
-    "open_sweep",
-    "reconcile",
-    "record",
-    "record_again",
-    "start_trial",
-    "store_location",
-    "sweep_page",
-    "update_decision",
-]
+    "Status", "Store", "TrialRun", "close_sweep", "initialise", "open_sweep", "reconcile", "record", "record_again",
+    "start_trial", "store_location", "sweep_page", "update_decision",
+]  # fmt: skip
 
 #: A tag of a sweep and of its trials: what the sweep is called, unlike its run's name never twice.
 SWEEP = "sweep"
@@ -102,36 +62,31 @@ def open_sweep(
     gone on with where it still exists. Raises BadInput("tracking.uri") where the store refuses: nothing has run yet.
     MLflow's page gets a view of the sweep (see sweep.tracking.views).
     """
-    all_tags = {**process_tags(store), **(tags or {}), **note_tags(description), "kind": "sweep"}
+    all_tags = {**(tags or {}), **values.note_tags(description), "kind": "sweep"}
+    label = f"{name}, {datetime.now():%Y-%m-%d %H:%M:%S}"
     with as_bad_input(store):
-        run_id = _resumed(store, resume) if resume else None
-        if run_id is None:
-            all_tags[SWEEP] = f"{name}, {datetime.now():%Y-%m-%d %H:%M:%S}"
-            run = client(store.uri).create_run(experiment_id(store), tags=cut_tags(all_tags), run_name=name)
-            run_id = str(run.info.run_id)
-            write(store, run_id, params=params_of(params or {}))
+        if resume is not None and _resumed(store, resume):
+            run_id, label = runs.opened(store, resume), _label_of(store, resume) or label
+            runs.write(store, run_id, tags={**runs.process_tags(store), **all_tags, "error": ""})
         else:
-            write(store, run_id, tags={**all_tags, "error": ""})
-        opened(store, run_id)
-        with tempfile.TemporaryDirectory() as folder:
-            save_environment(Path(folder), {})
-            client(store.uri).log_artifacts(run_id, folder)
+            run_id = runs.create(store, name, {**all_tags, SWEEP: label})
+            runs.write(store, run_id, params=values.params_of(params or {}))
+        runs.write_artifacts(store, run_id)
     with best_effort("the views of MLflow's page"):
-        save_views(store, run_id, _label_of(store, run_id) or name, all_tags.get("mode", ""))
+        save_views(store, run_id, label, all_tags.get("mode", ""))
     return run_id
 
 
-def _resumed(store: Store, run_id: str) -> str | None:
+def _resumed(store: Store, run_id: str) -> bool:
+    """Whether the run is still there, in this experiment; it is RUNNING then."""
     from mlflow.exceptions import MlflowException
 
-    try:
+    with suppress(MlflowException):
         run = client(store.uri).get_run(run_id)
-        if run.info.lifecycle_stage != "active" or run.info.experiment_id != experiment_id(store):
-            return None
-        client(store.uri).update_run(run_id, status="RUNNING")
-    except MlflowException:
-        return None
-    return run_id
+        if run.info.lifecycle_stage == "active" and run.info.experiment_id == experiment_id(store):
+            client(store.uri).update_run(run_id, status="RUNNING")
+            return True
+    return False
 
 
 @functools.lru_cache(maxsize=8)
@@ -167,11 +122,11 @@ def close_sweep(
         return
     # Each part by itself: what cannot be uploaded must not take the verdict along.
     with best_effort(f"the files of sweep {run_id}"):
-        write_files(store, run_id, files)
+        runs.write_files(store, run_id, files)
     with best_effort(f"the end of sweep {run_id}"):
-        tags = {**sweep_tags_of(comparisons), **note_tags(report_markdown)}
-        write(store, run_id, metrics=sweep_metrics_of(comparisons), tags=tags)
-    end(store, run_id, status)
+        tags = {**values.sweep_tags_of(comparisons), **values.note_tags(report_markdown)}
+        runs.write(store, run_id, metrics=values.sweep_metrics_of(comparisons), tags=tags)
+    runs.end(store, run_id, status)
 
 
 def start_trial(
@@ -219,18 +174,13 @@ def record(
     """
     run_id: str | None = None
     with best_effort(name):
-        described = {**process_tags(store), **{k: v for k, v in tags.items() if v}, **note_tags(markdown)}
-        run = client(store.uri).create_run(experiment_id(store), tags=cut_tags(described), run_name=name)
-        run_id = str(run.info.run_id)
-        opened(store, run_id)
-        write(store, run_id, [(key, value, 0) for key, value in metrics.items()], params_of(config))
+        run_id = runs.create(store, name, {**values.note_tags(markdown), **{k: v for k, v in tags.items() if v}})
+        runs.write(store, run_id, [(key, value, 0) for key, value in metrics.items()], values.params_of(config))
     if run_id is not None:
-        with best_effort(f"the artifacts of {name}"), tempfile.TemporaryDirectory() as folder:
-            save_config(Path(folder), config)
-            save_environment(Path(folder), {})
-            client(store.uri).log_artifacts(run_id, folder)
-            write_files(store, run_id, files)
-        end(store, run_id, "FAILED" if tags.get("error") else "FINISHED")
+        with best_effort(f"the artifacts of {name}"):
+            runs.write_artifacts(store, run_id, config=config)
+            runs.write_files(store, run_id, files)
+        runs.end(store, run_id, "FAILED" if tags.get("error") else "FINISHED")
     return run_id
 
 
@@ -267,20 +217,19 @@ class TrialRun:
         with best_effort(f"trial {planned.name}"):
             if self.run_id is not None:
                 self._params = dict(client(store.uri).get_run(self.run_id).data.params)
-                opened(store, self.run_id)
+                runs.opened(store, self.run_id)
                 return
-            tags = process_tags(store) | plan_tags_of(planned)
-            tags |= {"kind": "trial", "mlflow.runColor": color_of(planned)}
+            tags = values.plan_tags_of(planned) | {"kind": "trial", "mlflow.runColor": values.color_of(planned)}
             if parent is not None:
                 tags |= {"mlflow.parentRunId": parent, SWEEP: _label_of(store, parent)}
-            run = client(store.uri).create_run(experiment_id(store), tags=cut_tags(tags), run_name=planned.name)
-            self.run_id = str(run.info.run_id)
-            opened(store, self.run_id)
+            self.run_id = runs.create(store, planned.name, tags)
             self._log_params(planned.config)
         if self.run_id is not None and self._system_metrics:
-            from sweep.tracking.system import sampler
+            with suppress(Exception):  # a machine that MLflow cannot read
+                from sweep.tracking.system import SystemSampler
 
-            self._sampler = sampler(store.uri, self.run_id)
+                self._sampler = SystemSampler(store.uri, self.run_id)
+                self._sampler.start()
 
     @whole()
     def log(self, result: TrialResult, files: Sequence[Path] = ()) -> None:
@@ -294,17 +243,14 @@ class TrialRun:
         result.mlflow_run_id = self.run_id
         # Each part by itself: full disks and refused uploads take the artifacts, and must not take the numbers along.
         with best_effort(f"the data set of {result.name}"):
-            write_dataset(self._store, self.run_id, result)
-        with best_effort(f"the artifacts of {result.name}"), tempfile.TemporaryDirectory() as folder:
-            write_json(result, Path(folder) / "result.json")
-            save_config(Path(folder), result.config)
-            save_environment(Path(folder), result.environment)
-            client(self._store.uri).log_artifacts(self.run_id, folder)
-            write_files(self._store, self.run_id, files)
+            runs.write_dataset(self._store, self.run_id, result)
+        with best_effort(f"the artifacts of {result.name}"):
+            runs.write_artifacts(self._store, self.run_id, result.environment, result.config, result)
+            runs.write_files(self._store, self.run_id, files)
         with best_effort(f"trial {result.name}"):
             self._log_params(result.config)
             # The outcome comes last: a run that has one was recorded whole (see `reconcile`).
-            write_result_tags(self._store, self.run_id, result_tags_of(result), metrics_of(result))
+            runs.write_result_tags(self._store, self.run_id, result, values.metrics_of(result))
         self._outcome = result.outcome  # last: an interrupt in between leaves a trial without one
 
     def __exit__(
@@ -326,15 +272,15 @@ class TrialRun:
         if wrong:
             tags = {"error": wrong} | ({} if self._outcome else {"outcome": Outcome.failed.value})
             with best_effort(f"the end of run {self.run_id}"):
-                write(self._store, self.run_id, tags=tags)
-        end(self._store, self.run_id, status)
+                runs.write(self._store, self.run_id, tags=tags)
+        runs.end(self._store, self.run_id, status)
 
     def _log_params(self, config: dict[str, Any]) -> None:
         """Log parameters that are not there yet: MLflow refuses to change one, and with it the whole batch."""
-        wanted = params_of(config) | knobs_of(config)
+        wanted = values.params_of(config) | values.knobs_of(config)
         new = {name: value for name, value in wanted.items() if name not in self._params}
         if new and self.run_id is not None:
-            write(self._store, self.run_id, params=new)
+            runs.write(self._store, self.run_id, params=new)
             self._params |= new
 
     def _stop_sampling(self) -> None:
@@ -348,11 +294,11 @@ def _ending(outcome: str | None, error: BaseException | None) -> tuple[Status, s
     if isinstance(error, KeyboardInterrupt):
         return "KILLED", "interrupted"
     if error is not None:
-        said, kind = str(error).strip() and one_line(error), type(error).__name__
+        said, kind = str(error).strip() and values.one_line(error), type(error).__name__
         return "FAILED", f"{kind}: {said}" if said else kind
     if outcome is None:
         return "FAILED", "the trial ended without a result"
-    return end_status(outcome), ""
+    return values.end_status(outcome), ""
 
 
 @whole()
@@ -371,6 +317,7 @@ def update_decision(
     if run_id is None:
         return
     with best_effort(f"the decision on {result.name}"):
-        write_result(store, run_id, result)
-        write_files(store, run_id, files)
-        write(store, run_id, metrics=decision_metrics_of(result), tags=decision_tags_of(result, said))
+        runs.write_result(store, run_id, result)
+        runs.write_files(store, run_id, files)
+        tags = values.decision_tags_of(result, said)
+        runs.write(store, run_id, values.decision_metrics_of(result), tags=tags)

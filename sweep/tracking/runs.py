@@ -8,7 +8,6 @@ import getpass
 import json
 import logging
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,18 +19,10 @@ import yaml
 from sweep.config.schema import plain
 from sweep.environment import environment, git_state, has_ended, own_process, packages
 from sweep.interrupts import whole
-from sweep.results import Measurement, Outcome, TrialResult, write_json
+from sweep.results import Outcome, TrialResult, write_json
+from sweep.tracking import values
 from sweep.tracking.store import Store, client, experiment_id
-from sweep.tracking.values import (
-    MetricValue,
-    cut_tags,
-    dataset_of,
-    end_status,
-    finite,
-    metrics_of,
-    one_line,
-    result_tags_of,
-)
+from sweep.tracking.values import MetricValue, cut_tags
 
 log = logging.getLogger("sweep.tracking")
 DATASET_ATTEMPTS = 3
@@ -51,7 +42,7 @@ def best_effort(what: str) -> Iterator[None]:
     try:
         yield
     except (MlflowException, SQLAlchemyError, OSError) as error:
-        log.warning("not recorded in MLflow: %s (%s)", what, one_line(error))
+        log.warning("not recorded in MLflow: %s (%s)", what, values.one_line(error))
         log.debug("MLflow's error", exc_info=True)
 
 
@@ -74,11 +65,12 @@ def write(
     )
 
 
-def write_result_tags(store: Store, run_id: str, tags: dict[str, str], metrics: Iterable[MetricValue] = ()) -> None:
-    """Tags of a result with its metrics. An empty `error` is written only where it clears one: the page shows it."""
-    if not tags.get("error") and "error" not in client(store.uri).get_run(run_id).data.tags:
-        tags = {name: value for name, value in tags.items() if name != "error"}
-    write(store, run_id, metrics=metrics, tags=tags)
+def write_result_tags(store: Store, run_id: str, result: TrialResult, metrics: Iterable[MetricValue]) -> None:
+    """Tags of a result with metrics. An empty `error` is written only where it clears one: the page shows it."""
+    tags = values.result_tags_of(result)
+    if not tags["error"] and "error" not in client(store.uri).get_run(run_id).data.tags:
+        del tags["error"]
+    write(store, run_id, metrics, tags=tags)
 
 
 def write_dataset(store: Store, run_id: str, result: TrialResult) -> None:
@@ -86,19 +78,42 @@ def write_dataset(store: Store, run_id: str, result: TrialResult) -> None:
     from mlflow.entities import Dataset, DatasetInput, InputTag
     from mlflow.exceptions import MlflowException
 
-    fields = dataset_of(result)
+    fields = values.dataset_of(result)
     if fields is None:
         return
     data = DatasetInput(Dataset(**fields), [InputTag("mlflow.data.context", "training")])
-    for attempt in range(1, DATASET_ATTEMPTS + 1):
+    for wait_s in (0.05, 0.1, None):
         try:
-            client(store.uri).log_inputs(run_id, [data])
-            return
+            return client(store.uri).log_inputs(run_id, [data])
         except MlflowException:
             # Two runs that bring the same new data set at once collide in MLflow; the next try finds it there.
-            if attempt == DATASET_ATTEMPTS:
+            if wait_s is None:
                 raise
-            time.sleep(0.05 * attempt)
+            time.sleep(wait_s)
+
+
+def write_artifacts(
+    store: Store,
+    run_id: str,
+    known: dict[str, str] | None = None,
+    config: dict[str, Any] | None = None,
+    result: TrialResult | None = None,
+) -> None:
+    """The environment, and the whole config and result: parameters and metrics are cut, these are not.
+
+    known: what only the trial's process can say, such as torch's CUDA version and the GPU's name.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_json({**environment(), **(known or {})}, folder / "environment" / "environment.json")
+        (folder / "environment" / "packages.txt").write_text("\n".join(packages()) + "\n", encoding="utf-8")
+        if config is not None:
+            plainest = json.loads(json.dumps(plain(config), default=str))
+            text = yaml.safe_dump(plainest, sort_keys=False, allow_unicode=True)
+            (folder / "config.yaml").write_text(text, encoding="utf-8")
+        if result is not None:
+            write_json(result, folder / "result.json")
+        client(store.uri).log_artifacts(run_id, name)
 
 
 def write_files(store: Store, run_id: str, files: Sequence[Path]) -> None:
@@ -117,17 +132,14 @@ def write_result(store: Store, run_id: str, result: TrialResult) -> None:
         client(store.uri).log_artifacts(run_id, folder)
 
 
-def save_config(folder: Path, config: dict[str, Any]) -> None:
-    """The whole resolved config as config.yaml: parameters are cut, this is not."""
-    as_json = json.loads(json.dumps(plain(config), default=str))
-    (folder / "config.yaml").write_text(yaml.safe_dump(as_json, sort_keys=False, allow_unicode=True), encoding="utf-8")
+#: Runs that this process has to end, should nobody else: a SystemExit outside of `with`, an error in a callback.
+_open: dict[str, tuple[int, Store]] = {}
 
 
-def save_environment(folder: Path, known: dict[str, str]) -> None:
-    """known: what only the trial's process can say, such as torch's CUDA version and the GPU's name."""
-    inner = folder / "environment"
-    write_json({**environment(), **known}, inner / "environment.json")
-    (inner / "packages.txt").write_text("\n".join(packages()) + "\n", encoding="utf-8")
+def create(store: Store, name: str, tags: dict[str, str]) -> str:
+    """A new run, RUNNING. Returns its id."""
+    tags = cut_tags(process_tags(store) | tags)
+    return opened(store, client(store.uri).create_run(experiment_id(store), tags=tags, run_name=name).info.run_id)
 
 
 def process_tags(store: Store) -> dict[str, str]:
@@ -141,14 +153,10 @@ def process_tags(store: Store) -> dict[str, str]:
     return tags
 
 
-# Runs that this process has to end, should nobody else: a SystemExit outside of `with`, an error in a callback.
-
-_open: dict[str, tuple[int, Store]] = {}
-
-
-def opened(store: Store, run_id: str) -> None:
+def opened(store: Store, run_id: str) -> str:
     """Note that this process has to end the run."""
     _open[run_id] = (os.getpid(), store)
+    return run_id
 
 
 def end(store: Store, run_id: str, status: Status) -> None:
@@ -185,7 +193,7 @@ def reconcile(store: Store) -> int:
             if not outcome:
                 tags = {"outcome": Outcome.crashed.value, "error": f"its process {process} was killed"}
                 write(store, run.info.run_id, tags=tags)
-            client(store.uri).set_terminated(run.info.run_id, end_status(outcome) if outcome else "KILLED")
+            client(store.uri).set_terminated(run.info.run_id, values.end_status(outcome) if outcome else "KILLED")
             ended += 1
     return ended
 
@@ -200,23 +208,8 @@ def update_measurement(store: Store, run_id: str | None, result: TrialResult, be
     if run_id is None:
         return
     with best_effort(f"the repeats of {result.name}"):
-        logged = set(metrics_of(before))
-        new = [value for value in metrics_of(result) if value not in logged]
-        write_result_tags(store, run_id, result_tags_of(result), [*new, *repeat_metrics_of(result.measurement)])
+        logged = set(values.metrics_of(before))
+        new = [value for value in values.metrics_of(result) if value not in logged]
+        write_result_tags(store, run_id, result, [*new, *values.repeat_metrics_of(result.measurement)])
     with best_effort(f"the result of {result.name}"):
         write_result(store, run_id, result)
-
-
-def repeat_metrics_of(measurement: Measurement | None) -> list[MetricValue]:
-    """Each repeat's median step time, held-out loss and peaks, at the step that is its round."""
-    return finite(
-        (f"repeat/{name}", value, run.index)
-        for run in (measurement.runs if measurement is not None else ())
-        if not run.error and run.step_times_ms
-        for name, value in (
-            ("step_ms", statistics.median(run.step_times_ms)),
-            ("eval_loss", run.eval_loss),
-            ("peak_allocated_mib", run.peak_allocated_mib),
-            ("peak_reserved_mib", run.peak_reserved_mib),
-        )
-    )

@@ -6,7 +6,6 @@ import contextlib
 
 import psutil
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
-from mlflow.utils.autologging_utils import BatchMetricsLogger
 
 INTERVAL_S = 1.0
 SAMPLES_AT_ONCE = 60  # so that a long trial can be watched
@@ -20,7 +19,7 @@ class SystemSampler(SystemMetricsMonitor):  # type: ignore[misc]
 
     def __init__(self, uri: str, run_id: str, interval_s: float = INTERVAL_S) -> None:
         super().__init__(run_id, interval_s, SAMPLES_AT_ONCE, tracking_uri=uri)
-        self.mlflow_logger = _Kept(run_id, tracking_uri=uri)
+        self.mlflow_logger._should_flush = bool  # type: ignore[method-assign]  # False: it is told when to write
         psutil.cpu_percent()  # the first call has nothing to compare with and says 0
 
     def monitor(self) -> None:
@@ -42,17 +41,3 @@ class SystemSampler(SystemMetricsMonitor):  # type: ignore[misc]
             for action in () if self._process.is_alive() else (self.sample, self.mlflow_logger.flush):
                 with contextlib.suppress(Exception):
                     action()
-
-
-class _Kept(BatchMetricsLogger):  # type: ignore[misc]
-    def _should_flush(self) -> bool:
-        return False
-
-
-def sampler(uri: str, run_id: str) -> SystemSampler | None:
-    """A sampler that has started; None where MLflow cannot read this machine."""
-    with contextlib.suppress(Exception):
-        found = SystemSampler(uri, run_id)
-        found.start()
-        return found
-    return None

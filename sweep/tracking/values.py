@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import re
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -232,6 +233,17 @@ def _readable(name: str, value: float) -> float:
 def _word(name: object) -> str:
     """A part of a metric's name. Enum members stand for their value."""
     return re.sub(r"[^\w\-]", "_", str(getattr(name, "value", name)))
+
+
+def repeat_metrics_of(measurement: Measurement | None) -> list[MetricValue]:
+    """Each repeat's median step time, held-out loss and peaks, at the step that is its round."""
+    found: list[tuple[str, Any, int]] = []
+    for run in measurement.runs if measurement is not None else ():
+        if not run.error and run.step_times_ms:
+            found.append(("repeat/step_ms", statistics.median(run.step_times_ms), run.index))
+            names = ("eval_loss", "peak_allocated_mib", "peak_reserved_mib")
+            found += [(f"repeat/{name}", getattr(run, name), run.index) for name in names]
+    return finite(found)
 
 
 def sweep_metrics_of(comparisons: Sequence[Comparison]) -> list[MetricValue]:
