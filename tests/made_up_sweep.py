@@ -1,4 +1,4 @@
-"""A hundred made-up trials of one workload, recorded through the project's own tracking code: a page to look at.
+"""Some fifty made-up trials of one workload, recorded through the project's own tracking code: a page to look at.
 
 The numbers follow simple rules (a block's activations, its recomputation, what crosses the link), so that the charts
 show what they would show of a real model. They are no measurements.
@@ -25,17 +25,13 @@ CAPACITY_MIB = 480.0
 #: granularity and every_k
 CHECKPOINTS = (("none", 1), ("blocks", 1), ("blocks", 2), ("blocks", 4), ("selective", 1), ("selective", 2))
 PLACEMENTS = ("none", "inputs", "all")
-MICRO_BATCHES = (None, 8, 4, 2, 1)
+MICRO_BATCHES = (None, 4, 2)
 
 
-def grid(count: int = 100) -> list[TrialResult]:
-    """The baseline and `count` - 1 others: every combination of the knobs, and smaller offloads to fill up."""
-    found: list[TrialResult] = []
-    for min_kib in (64, 1):
-        for micro, (granularity, every_k), placement in itertools.product(MICRO_BATCHES, CHECKPOINTS, PLACEMENTS):
-            if len(found) < count and (min_kib == 64 or placement != "none"):
-                found.append(_trial(micro, granularity, every_k, placement, min_kib))
-    return found
+def grid() -> list[TrialResult]:
+    """The baseline and every combination of the knobs."""
+    knobs = itertools.product(MICRO_BATCHES, CHECKPOINTS, PLACEMENTS)
+    return [_trial(micro, *checkpoint, placement) for micro, checkpoint, placement in knobs]
 
 
 def record(
@@ -74,7 +70,7 @@ def record(
     return sweep
 
 
-def _trial(micro: int | None, granularity: str, every_k: int, placement: str, min_kib: int) -> TrialResult:
+def _trial(micro: int | None, granularity: str, every_k: int, placement: str) -> TrialResult:
     at_once = micro or GLOBAL_BATCH
     checkpoints, offloads = granularity != "none", placement != "none"
     kind = "hybrid" if checkpoints and offloads else "offload" if offloads else "checkpoint"
@@ -84,18 +80,16 @@ def _trial(micro: int | None, granularity: str, every_k: int, placement: str, mi
     said += [f"granularity={granularity}"] if granularity == "selective" else []
     said += [f"every_k={every_k}"] if every_k > 1 else []
     said += [f"placement={placement}"] if offloads else []
-    said += [f"min_tensor_kib={min_kib}"] if min_kib != 64 else []
-    peak, step, moved = _numbers(at_once, granularity, every_k, placement, min_kib)
+    peak, step, moved = _numbers(at_once, granularity, every_k, placement)
     values: dict[str, Any] = {
         "name": " ".join([kind, *(said if kind != "baseline" else [])]),
-        "strategy_id": f"{at_once}-{granularity}-{every_k}-{placement}-{min_kib}",
+        "strategy_id": f"{at_once}-{granularity}-{every_k}-{placement}",
         "is_baseline": kind == "baseline",
         "knobs": {
             "micro_batch_size": micro,
             "checkpoint__granularity": granularity,
             "checkpoint__every_k": every_k,
             "offload__placement": placement,
-            "offload__min_tensor_kib": float(min_kib),
         },
         "capacity_mib": CAPACITY_MIB,
         "prediction": _prediction(peak),
@@ -108,17 +102,17 @@ def _trial(micro: int | None, granularity: str, every_k: int, placement: str, mi
     return made_up.trial(kind, peak, step, measure=measure, **values)
 
 
-def _numbers(at_once: int, granularity: str, every_k: int, placement: str, min_kib: int) -> tuple[float, float, float]:
+def _numbers(at_once: int, granularity: str, every_k: int, placement: str) -> tuple[float, float, float]:
     """Peak in MiB, step in ms, MiB to the host in a step."""
     again = 0.0 if granularity == "none" else 1 / every_k  # the share of the blocks that are computed again
     kept = 0.35 if granularity == "selective" else 0.0  # what of such a block is saved all the same
     saved = BLOCK_MIB * BLOCKS * (1 - again * (1 - kept)) + INPUT_MIB * BLOCKS * (again > 0)
-    goes = {"none": 0.0, "inputs": INPUT_MIB * BLOCKS, "all": saved * (0.95 if min_kib == 1 else 0.85)}[placement]
+    goes = {"none": 0.0, "inputs": INPUT_MIB * BLOCKS, "all": 0.85 * saved}[placement]
     working = BLOCK_MIB * (again > 0) + OUTSIDE_MIB
     peak = LASTING_MIB + at_once * (saved - min(goes, saved) + working)
     computing = 110.0 * (1 + 0.31 * again * (1 - 0.6 * kept / 0.35)) * (1 + 0.02 * (GLOBAL_BATCH / at_once - 1))
     moved = GLOBAL_BATCH * min(goes, saved)
-    return peak, computing + 0.11 * moved + 0.4 * (min_kib == 1) * BLOCKS, moved
+    return peak, computing + 0.11 * moved, moved
 
 
 def _prediction(peak: float) -> Prediction:
