@@ -29,8 +29,8 @@ from rich.table import Table  # noqa: E402
 from small_workloads import STRATEGIES, config, data_of  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+import sweep.strategy as strategy_module  # noqa: E402
 import sweep.strategy.checkpointing as checkpointing  # noqa: E402
-import sweep.trial.verify as run_module  # noqa: E402
 import sweep.trial.verify as verify_module  # noqa: E402
 import sweep.workload.step as step_module  # noqa: E402
 from sweep.config.schema import Dtype  # noqa: E402
@@ -305,7 +305,7 @@ def an_update_for_each_micro_batch() -> Iterator[None]:
         ]
         return replace(results[-1], loss=torch.stack([r.loss for r in results]).mean())
 
-    with patch.object(run_module, "run_step", each):
+    with patch.object(strategy_module, "run_step", each):
         yield
 
 
@@ -317,7 +317,7 @@ def _step(around: Callable[[Workload, Callable[[], StepResult]], StepResult]) ->
     def changed(workload: Workload, *args: Any, **more: Any) -> StepResult:
         return around(workload, lambda: run_step(workload, *args, **more))
 
-    with patch.object(run_module, "run_step", changed):
+    with patch.object(strategy_module, "run_step", changed):
         yield
 
 

@@ -18,13 +18,23 @@ from torch import nn
 from sweep.config.schema import Granularity, OffloadImplementation, Placement, StrategyConf
 from sweep.config.strategy_names import accumulation_steps, micro_batch_size
 from sweep.errors import BadInput, NothingOffloaded, NothingRecomputed
+from sweep.results import Phase
 from sweep.strategy import checkpointing, offload
 from sweep.strategy.checkpointing import Recomputed
 from sweep.strategy.offload import Moved, SaveOnCpu
-from sweep.workload import Block, patterns_of
-from sweep.workload.step import Phases
+from sweep.workload import Batch, Block, Workload, patterns_of
+from sweep.workload.step import Phases, StepResult, run_step
 
-__all__ = ["Applied", "accumulation_steps", "applied", "check_blocks", "micro_batch_size", "over_the_batch"]
+__all__ = [
+    "Applied",
+    "TrainingLoop",
+    "accumulation_steps",
+    "applied",
+    "check_blocks",
+    "micro_batch_size",
+    "over_the_batch",
+    "training",
+]
 
 
 #: Of timm and inplace_abn: norms that take statistics over the batch without being torch's BatchNorm.
@@ -130,6 +140,39 @@ def applied(
         force.around_forward, force.moved = hooks.around_forward, hooks.moved
         force.called = hooks.called if isinstance(hooks, offload.Offload) else None
         yield force
+
+
+@dataclass
+class TrainingLoop:
+    """A workload with its strategy in force: every optimizer step that is measured, predicted, traced or verified."""
+
+    workload: Workload
+    phases: Phases
+    strategy: Applied
+
+    def step(self, index: int, **options: Any) -> StepResult:
+        """The optimizer step of that index, its batch drawn in phase `data`."""
+        with self.phases(Phase.data):
+            batch = self.workload.train_batch(index)
+        return self.step_on(batch, **options)
+
+    def step_on(self, batch: Batch, **options: Any) -> StepResult:
+        """An optimizer step on a batch of host tensors. options: those of `run_step` that the strategy leaves open."""
+        said: dict[str, Any] = {
+            "micro_batch_size": self.strategy.micro_batch_size,
+            "around_forward": self.strategy.around_forward,
+        }
+        return run_step(self.workload, batch, self.phases, **(said | options))
+
+
+@contextmanager
+def training(
+    workload: Workload, strategy: StrategyConf, phases: Phases, samples: int | None = None
+) -> Iterator[TrainingLoop]:
+    """The loop that trains a workload under a strategy, inside. samples: of the global batch; None: all of them."""
+    w, size = workload, samples or workload.conf.global_batch_size
+    with applied(strategy, w.model, w.blocks, size, phases, w.device, w.loss_state) as force:
+        yield TrainingLoop(workload, phases, force)
 
 
 @contextmanager

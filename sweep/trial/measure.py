@@ -22,14 +22,14 @@ from sweep.decide.statistics import good_runs, median_interval
 from sweep.errors import BadInput, DeviceOutOfMemory, NothingOffloaded
 from sweep.memory.ledger import Ledger
 from sweep.outcomes import NotFinite, TimedOut, one_line
-from sweep.results import MIB, Evidence, Measurement, Peak, Phase, Run
-from sweep.strategy import applied
+from sweep.results import MIB, Evidence, Measurement, Peak, Run
+from sweep.strategy import training
 from sweep.trial.clock import StepTime, clock_for
 from sweep.trial.machine import Watch
 from sweep.trial.passes import STEPS, plan_of, run_plan
 from sweep.workload import DataSource, Workload, build_data, build_workload, compiled_module, to_device
 from sweep.workload.batch import seed_everything
-from sweep.workload.step import Phases, evaluate_part, held_out_loss, run_step, split
+from sweep.workload.step import Phases, evaluate_part, held_out_loss, split
 
 #: A GPU measurement that is shorter than this is `smoke`: it may be warm-up, clocks or luck.
 MIN_WARMUP_STEPS, MIN_TIMED_STEPS, MIN_REPEATS = 2, 10, 2
@@ -177,33 +177,16 @@ def timed_run(
     differ = on_cuda and plan_of(workload, m.warmup_steps + m.steps * windows, 0).differ
     skipped: list[int] = []
     with ExitStack() as stack:
-        strategy = stack.enter_context(
-            applied(
-                config.strategy,
-                workload.model,
-                workload.blocks,
-                config.workload.global_batch_size,
-                phases,
-                device,
-                workload.loss_state,
-            )
-        )
+        loop = stack.enter_context(training(workload, config.strategy, phases))
+        strategy = loop.strategy
         stack.enter_context(phases.listening(clock))
         run.eval_loss_before = evaluate(workload, m, strategy.micro_batch_size)
         step = 0
 
         def one_step() -> torch.Tensor:
             nonlocal step
-            with phases(Phase.data):
-                batch = workload.train_batch(step)
+            result = loop.step(step)
             step += 1
-            result = run_step(
-                workload,
-                batch,
-                phases,
-                micro_batch_size=strategy.micro_batch_size,
-                around_forward=strategy.around_forward,
-            )
             if not result.updates:
                 skipped.append(step - 1)
             return result.loss
@@ -437,24 +420,15 @@ def memory_pass(
     ledger = Ledger(capacity_bytes=capacity, device_type=device.type)
     updates: list[int] = []
     with ExitStack() as stack:
-        strategy = stack.enter_context(
-            applied(
-                config.strategy, workload.model, workload.blocks, size, phases, device, workload.loss_state,
-            )
-        )  # fmt: skip
+        loop = stack.enter_context(training(workload, config.strategy, phases))
+        strategy = loop.strategy
         stack.enter_context(ledger)
         stack.enter_context(phases.listening(ledger))
         ledger.track(workload.model, workload.optimizer, workload.loss_state)
 
         def step(index: int) -> None:
             for _ in range(1 + (SKIPPED_AT_MOST if workload.scaler is not None else 0)):
-                result = run_step(
-                    workload,
-                    batches[index],
-                    phases,
-                    micro_batch_size=strategy.micro_batch_size,
-                    around_forward=strategy.around_forward,
-                )
+                result = loop.step_on(batches[index])
                 if result.updates:
                     break
             updates.append(result.updates)

@@ -44,7 +44,7 @@ from sweep.memory.cuda_device import CudaAnswers
 from sweep.memory.hollow import CPU, REAL_INTEGERS, HollowLedger, hollow
 from sweep.outcomes import one_line
 from sweep.results import MIB, Category, Phase, Prediction
-from sweep.strategy import Applied, applied
+from sweep.strategy import Applied, TrainingLoop, training
 from sweep.strategy import offload as offload_strategy
 from sweep.strategy.copier import CudaCopier, PlainCopier
 from sweep.trial.measure import planned_steps
@@ -64,7 +64,7 @@ from sweep.workload import (
     to_device,
 )
 from sweep.workload.batch import leaves_of, seed_everything
-from sweep.workload.step import Outputs, Phases, accumulate_gradients, evaluate_part, holding, run_step, split
+from sweep.workload.step import Outputs, Phases, accumulate_gradients, evaluate_part, holding, split
 
 #: Values that cannot change, and so are what they are compared by.
 _CONSTANT = (
@@ -198,17 +198,7 @@ class HollowRun:
             workload = dataclasses.replace(workload, device=CPU if self.answers is None else self.answers.device)
             with ledger:  # some optimizers make their state at once
                 workload = _fresh_optimizer(workload)
-            strategy = stack.enter_context(
-                applied(
-                    self.config.strategy,
-                    workload.model,
-                    workload.blocks,
-                    conf.global_batch_size,
-                    phases,
-                    workload.device,
-                    workload.loss_state,
-                )
-            )
+            strategy = stack.enter_context(training(workload, self.config.strategy, phases)).strategy
             stack.callback(_drop_gradients, workload)
             stack.enter_context(ledger)
             stack.enter_context(phases.listening(ledger))
@@ -221,10 +211,10 @@ class HollowRun:
                 ledger.flops.clear()
                 strategy.moved.reset()
                 outputs.gone.clear()
-                loop = dataclasses.replace(workload, loss=_KnownCount(workload.loss, targets))
-                _WHAT[what](loop, batch, phases, strategy, outputs)
+                counted = dataclasses.replace(workload, loss=_KnownCount(workload.loss, targets))
+                _WHAT[what](TrainingLoop(counted, phases, strategy), batch, outputs)
                 for _ in range(eval_batches):
-                    _evaluate(loop, batch, phases, strategy)
+                    _evaluate(counted, batch, phases, strategy)
 
             def at_best() -> None:
                 self.to_host, self.from_host = strategy.moved.to_host_bytes, strategy.moved.from_host_bytes
@@ -274,27 +264,21 @@ def _share_of(blocks: list[Block], ledger: HollowLedger, mark: int) -> float | N
     return inside / whole if whole else None
 
 
-def _train(workload: Workload, batch: Batch, phases: Phases, strategy: Applied, outputs: Outputs) -> None:
-    run_step(
-        workload,
-        batch,
-        phases,
-        micro_batch_size=strategy.micro_batch_size,
-        around_forward=strategy.around_forward,
-        max_micro_steps=MICRO_STEPS,
-        outputs=outputs,
-    )
+def _train(loop: TrainingLoop, batch: Batch, outputs: Outputs) -> None:
+    loop.step_on(batch, max_micro_steps=MICRO_STEPS, outputs=outputs)
 
 
-def _forward_backward(workload: Workload, batch: Batch, phases: Phases, strategy: Applied, outputs: Outputs) -> None:
-    workload.optimizer.zero_grad(set_to_none=True)
+def _forward_backward(loop: TrainingLoop, batch: Batch, outputs: Outputs) -> None:
+    w, strategy = loop.workload, loop.strategy
+    w.optimizer.zero_grad(set_to_none=True)
     parts = list(split(batch, strategy.micro_batch_size))[:MICRO_STEPS]
-    with holding(workload, outputs) as held:
-        accumulate_gradients(workload, parts, workload.loss.count(batch), phases, strategy.around_forward, held)
+    with holding(w, outputs) as held:
+        accumulate_gradients(w, parts, w.loss.count(batch), loop.phases, strategy.around_forward, held)
 
 
-def _forward(workload: Workload, batch: Batch, phases: Phases, strategy: Applied, outputs: Outputs) -> None:
-    for part in list(split(batch, strategy.micro_batch_size))[:MICRO_STEPS]:
+def _forward(loop: TrainingLoop, batch: Batch, outputs: Outputs) -> None:
+    workload, phases = loop.workload, loop.phases
+    for part in list(split(batch, loop.strategy.micro_batch_size))[:MICRO_STEPS]:
         with phases(Phase.data):
             inputs = to_device(part, workload.device)
         with phases(Phase.forward), torch.no_grad(), workload.autocast():

@@ -15,7 +15,6 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,13 @@ from sweep.memory.ledger import Ledger
 from sweep.outcomes import one_line
 from sweep.report.plots import draw_timeline
 from sweep.results import RANGES, Evidence, Phase, Timeline, Trace, write_json
-from sweep.strategy import Applied, accumulation_steps, applied
+from sweep.strategy import TrainingLoop, accumulation_steps, training
 from sweep.trial.measure import LEDGER_STEPS, Progress, no_progress, planned_steps, settled_scaler
 from sweep.trial.predict import plan_of
 from sweep.trial.timeline import Recorder, timeline
-from sweep.workload import Batch, DataSource, Workload, build_workload
+from sweep.workload import DataSource, build_workload
 from sweep.workload.batch import seed_everything
-from sweep.workload.step import TO_HOST, Phases, run_step
+from sweep.workload.step import TO_HOST, Phases
 
 #: Around each optimizer step. The phases lie inside of it.
 STEP, OTHER = "optimizer step", "other"
@@ -95,32 +94,12 @@ def _noted(found: Trace, *files: str) -> Iterator[None]:
         found.failed[files[0]] = one_line(error)
 
 
-@dataclass
-class _Loop:
-    """A workload with its strategy in force."""
-
-    workload: Workload
-    phases: Phases
-    strategy: Applied
-
-    def step(self, index: int) -> None:
-        with self.phases(Phase.data):
-            batch = self.workload.train_batch(index)
-        self.step_on(batch)
-
-    def step_on(self, batch: Batch) -> None:
-        micro, around = self.strategy.micro_batch_size, self.strategy.around_forward
-        run_step(self.workload, batch, self.phases, micro_batch_size=micro, around_forward=around)
-
-
 @contextmanager
-def loop_of(config: Config, device: torch.device, data: DataSource) -> Iterator[_Loop]:
-    w, phases = config.workload, Phases()
-    workload = build_workload(w, device, data)
-    seed_everything(w.seed + 1)
-    model, blocks, state = workload.model, workload.blocks, workload.loss_state
-    with applied(config.strategy, model, blocks, w.global_batch_size, phases, device, state) as strategy:
-        yield _Loop(workload, phases, strategy)
+def loop_of(config: Config, device: torch.device, data: DataSource) -> Iterator[TrainingLoop]:
+    workload = build_workload(config.workload, device, data)
+    seed_everything(config.workload.seed + 1)
+    with training(workload, config.strategy, Phases()) as loop:
+        yield loop
 
 
 class Ranges:
@@ -143,7 +122,7 @@ class Ranges:
         self._open.pop().__exit__(None, None, None)
 
 
-def _profiled(loop: _Loop, path: Path, advance: Callable[[str], None]) -> list[Event]:
+def _profiled(loop: TrainingLoop, path: Path, advance: Callable[[str], None]) -> list[Event]:
     """The events of a trace, which is written to `path`."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it writes each start and stop to the terminal otherwise
     device = loop.workload.device
@@ -286,7 +265,7 @@ def overlap(span: Span, busy: list[Span]) -> float:
 # -- the memory -------------------------------------------------------------------------------------------------------
 
 
-def _memory_over_a_step(loop: _Loop, planned: int, evidence: str, advance: Callable[[str], None]) -> Timeline:
+def _memory_over_a_step(loop: TrainingLoop, planned: int, evidence: str, advance: Callable[[str], None]) -> Timeline:
     """The ledger's account of the step that `measure` takes its peak from, with every event in between: the second one,
     or that with the largest batch."""
     w, phases = loop.workload, loop.phases
@@ -305,7 +284,7 @@ def _memory_over_a_step(loop: _Loop, planned: int, evidence: str, advance: Calla
             return timeline(ledger, recorder, evidence)
 
 
-def allocator_snapshot(loop: _Loop, path: Path) -> None:
+def allocator_snapshot(loop: TrainingLoop, path: Path) -> None:
     """CUDA's allocator over one step, with the Python stack of each allocation, as torch itself records it."""
     for index in range(WARMUP_STEPS):
         loop.step(index)

@@ -47,11 +47,11 @@ from sweep.config.schema import Config, Dtype, Granularity, Placement, StrategyC
 from sweep.errors import NotEquivalent
 from sweep.outcomes import NotFinite, is_out_of_memory, one_line
 from sweep.results import Verification
-from sweep.strategy import applied, micro_batch_size
+from sweep.strategy import micro_batch_size, training
 from sweep.workload import Batch, DataSource, Workload, build_loss, build_workload, map_batch, to_device
 from sweep.workload.batch import python_states, random_states, restore, seed_everything
 from sweep.workload.build import MeanOverSamples
-from sweep.workload.step import Phases, run_step, split
+from sweep.workload.step import Phases, split
 
 GOLDEN = 0.618034
 
@@ -240,7 +240,8 @@ def run_and_record(
     samples = how.samples or conf.global_batch_size
     with ExitStack() as stack:
         stack.enter_context(_default_dtype(torch.float64 if how.double else torch.get_default_dtype()))
-        force = stack.enter_context(applied(strategy, workload.model, workload.blocks, samples, phases, device))
+        loop = stack.enter_context(training(workload, strategy, phases, samples))
+        force = loop.strategy
         draws = FixedDraws() if how.fixed_draws else None
         around: Callable[[], AbstractContextManager[object]] = force.around_forward
         if draws is not None:
@@ -253,9 +254,7 @@ def run_and_record(
         while True:
             step, batch = record.steps, _batch(workload, record.steps, how)
             with _watching(workload, watched, step, record):
-                result = run_step(
-                    workload, batch, phases, micro_batch_size=force.micro_batch_size, around_forward=around
-                )
+                result = loop.step_on(batch, around_forward=around)
             record.steps += 1
             record.loss.append(result.loss.item())
             _keep_gradients(record, workload, step)

@@ -12,8 +12,8 @@ import torch
 from small_workloads import config, data_of
 from torch import Tensor
 
+import sweep.strategy as strategy_module
 import sweep.trial.measure as module
-import sweep.trial.measure as run_module
 from sweep.config.schema import Config
 from sweep.errors import DeviceOutOfMemory, NothingOffloaded
 from sweep.memory.ledger import Ledger
@@ -357,8 +357,7 @@ def test_a_measurement_ends_at_the_capacity() -> None:
 def test_the_ledger_is_off_while_steps_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     ledgers: list[Ledger] = []
-    real, real_ledger = module.run_step, module.Ledger
-    assert run_module.run_step is real
+    real, real_ledger = strategy_module.run_step, module.Ledger
 
     def remembered(*args: Any, **kwargs: Any) -> Ledger:
         ledgers.append(real_ledger(*args, **kwargs))
@@ -371,8 +370,7 @@ def test_the_ledger_is_off_while_steps_are_timed(monkeypatch: pytest.MonkeyPatch
         return result
 
     monkeypatch.setattr(module, "Ledger", remembered)
-    for used in (module, run_module):
-        monkeypatch.setattr(used, "run_step", step)
+    monkeypatch.setattr(strategy_module, "run_step", step)
     run(config("gpt", measure={"warmup_steps": 1, "steps": 2, "repeats": 1}))
     assert [events > 0 for events in seen] == [True, True, False, False, False]
     assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == []
@@ -390,7 +388,7 @@ def test_losses_are_read_after_the_timed_steps_only(monkeypatch: pytest.MonkeyPa
             reads.append("read")
             return self.loss.item()
 
-    real = run_module.run_step
+    real = strategy_module.run_step
 
     def step(*args: Any, **kwargs: Any) -> Any:
         reads.append("step")
@@ -398,6 +396,6 @@ def test_losses_are_read_after_the_timed_steps_only(monkeypatch: pytest.MonkeyPa
         result.loss = Loud(result.loss)
         return result
 
-    monkeypatch.setattr(run_module, "run_step", step)
+    monkeypatch.setattr(strategy_module, "run_step", step)
     run(config("gpt", measure={"warmup_steps": 1, "steps": 3, "repeats": 1, "ledger": False}))
     assert reads == ["step", "read", "step", "step", "step", "read", "read", "read"]

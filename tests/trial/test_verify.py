@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from small_workloads import config, data_of
 from torch import Tensor, nn
 
+import sweep.strategy as strategy_module
 import sweep.trial.verify as run_module
 import sweep.trial.verify as verify_module
 from sweep.config.schema import Config, Dtype
@@ -355,7 +356,7 @@ def full_beyond(limit: Callable[[Workload, Any], bool], monkeypatch: pytest.Monk
             raise DeviceOutOfMemory("full")
         return run_step(workload, batch, *args, **kwargs)
 
-    monkeypatch.setattr(run_module, "run_step", step)
+    monkeypatch.setattr(strategy_module, "run_step", step)
 
 
 def test_what_does_not_fit_is_compared_on_fewer_samples(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,7 +399,7 @@ def test_another_error_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None
     def wrong(*_: Any, **__: Any) -> StepResult:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(run_module, "run_step", wrong)
+    monkeypatch.setattr(strategy_module, "run_step", wrong)
     for strategy in ("checkpoint", "micro_batch"):
         with pytest.raises(ZeroDivisionError):
             run(config("gpt", strategy))
@@ -441,7 +442,7 @@ def test_a_strategy_takes_no_more_steps_than_are_compared(monkeypatch: pytest.Mo
         return real_step(*args, **kwargs)
 
     monkeypatch.setattr(verify_module, "run_and_record", named)
-    monkeypatch.setattr(run_module, "run_step", counted)
+    monkeypatch.setattr(strategy_module, "run_step", counted)
     assert run(config("gpt", "checkpoint")).passed
     assert steps.count("checkpoint") == 2
 
