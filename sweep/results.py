@@ -61,6 +61,7 @@ class Run:
     at_end: bool = False  # the baseline's last, after all other trials of the comparison: it gives the drift
     conditions: Conditions | None = None
     error: str = ""  # why it did not come to its end; its times then do not count
+    outcome: str = ""  # of one that did not
     phase_times_ms: dict[str, list[float]] = field(default_factory=dict)  # of each step, parallel to step_times_ms
 
 
@@ -97,7 +98,6 @@ class Quality:
     difference_low: float | None
     difference_high: float | None
     curve_outside_ratio: float | None  # share of the optimizer steps whose mean training loss lies outside of the band
-    why: str = ""
 
 
 @dataclass
@@ -135,12 +135,34 @@ class Finding:
 
 
 @dataclass
-class Part:
-    """One term of a change."""
+class Advice:
+    """What to do next: `overrides` to type behind the trial's own command; none where a person has to do something."""
 
-    name: str
-    value: float  # in the change's unit; negative: less than the baseline
-    words: str = ""
+    code: str
+    overrides: list[str] = field(default_factory=list)
+    numbers: dict[str, float] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    own: bool = True  # a setting of this strategy; False: another strategy, or another workload
+    ran_as: str = ""  # name of the trial of the comparison that was run so already
+
+
+@dataclass
+class Moment:
+    """A place in a step."""
+
+    phase: str
+    operator: str = ""
+    module: str = ""
+
+
+@dataclass
+class Part:
+    """One term of a change, in the change's unit."""
+
+    name: str  # a code: see `part_of` for memory and sweep.decide.causes for time
+    value: float  # negative: less than the baseline
+    before: float = 0.0
+    after: float = 0.0
 
 
 @dataclass
@@ -163,12 +185,14 @@ class Explanation:
     baseline: str
     candidate: str
     evidence: str
-    moment_before: str  # where the baseline's peak lies, in words: phase, operator, module
-    moment_after: str
+    before: Moment | None = None  # where the baseline's peak lies
+    after: Moment | None = None
     peak: Change | None = None
     time: Change | None = None
-    words: list[str] = field(default_factory=list)  # whole sentences, most important first
-    findings: list[str] = field(default_factory=list)  # what does not add up or surprises
+    total_by: str = "ledger"  # whose number the peak is: ledger | allocator | replay (of the allocator)
+    quiet: bool = False  # the step times cannot be told apart
+    notes: list[Finding] = field(default_factory=list)  # what else its time is made of
+    findings: list[Finding] = field(default_factory=list)  # what does not add up or surprises
 
 
 #: From this share of the peak on, what forward and backward take is what fills it.
@@ -436,17 +460,16 @@ class Measurement:
 class Decision:
     verdict: str
     reasons: list[str] = field(default_factory=list)  # codes, such as over_memory
-    next_action: str = ""
-    against: str = ""  # what was compared with, in words
+    findings: list[Finding] = field(default_factory=list)  # one for each reason, with its numbers
+    advice: Advice | None = None
     peak_mib: float | None = None
     saved_mib: float | None = None
     throughput_ratio: float | None = None  # to the baseline
     eval_loss_ratio: float | None = None
-    why: str = ""  # the verdict in words, with the numbers and what they rest on
     cap_mib: float | None = None  # the memory cap that was applied; None: there was none
     step: Difference | None = None  # step time over the baseline's
     quality: Quality | None = None  # None: nothing was evaluated, or there is no baseline
-    disturbed: list[str] = field(default_factory=list)  # why its times may not be its own, in words
+    disturbed: list[Finding] = field(default_factory=list)  # why its times may not be its own
 
 
 @dataclass
@@ -459,19 +482,22 @@ class Comparison:
     mode: str
     evidence: str  # the weakest among the trials that ran
     verdict: str  # accept: there is a preferred trial; tune: one can still get there; reject: none can
-    preferred: str | None  # name of the fastest accepted trial, the baseline included
-    why: str
-    against: str
-    next_action: str
+    preferred: str | None  # name of the one to take, the baseline included (see sweep.decide.verdict.preferred_of)
     preferred_index: int | None = None
+    nearest_index: int | None = None  # where nothing is accepted: the trial with the least against it
     baseline: str | None = None
     baseline_index: int | None = None
-    cheapest_saving: str | None = None  # name of the trial with the most memory saved per time lost
+    cheapest_saving: str | None = None  # name of the one to take should the cap fall below the baseline's peak
+    cheapest_index: int | None = None
     feasible: bool = False  # some trial ran (or is predicted) within the whole budget, whether enough is known or not
     cap_mib: float | None = None
     cap_source: str = ""  # "budget.memory_mib" | "device.capacity_mib" | "" (no cap)
     decisions: list[Decision] = field(default_factory=list)
     drift: Drift | None = None  # None: the baseline was not repeated at the end
+
+
+#: Of result.json. 1: decisions are codes and numbers; before that they held sentences.
+VERSION = 1
 
 
 @dataclass
@@ -516,6 +542,7 @@ class TrialResult:
     mlflow_run_id: str | None = None
     wall_s: float = 0.0
     started_at: str = ""  # ISO 8601, UTC
+    version: int = VERSION
 
     @property
     def key(self) -> str:
@@ -565,6 +592,8 @@ def from_dict(cls: type[T], data: dict[str, Any]) -> T:
 def _parse(hint: Any, value: Any) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     optional = type(None) in args
+    if isinstance(hint, type) and issubclass(hint, Enum) and isinstance(value, str):
+        return hint[value]
     if value is None and (optional or hint in (Any, float)):  # a float that was not finite
         return None
     if optional:
@@ -594,7 +623,7 @@ def write_json(value: Any, path: Path) -> None:
 
 def read_trial(path: Path) -> TrialResult:
     """Raises OSError or ValueError where the file holds no result of a trial."""
-    result = read_as(TrialResult, path)
+    result = read_as(TrialResult, path, upgrade)
     Outcome(result.outcome), Evidence(result.evidence)
     return result
 
@@ -615,10 +644,18 @@ def read_all(read: Callable[[Path], T], folder: Path, name: str) -> list[tuple[P
     return found
 
 
-def read_as(cls: type[T], path: Path) -> T:
+def upgrade(data: dict[str, Any]) -> dict[str, Any]:
+    """What result.json holds, in today's form. Raises ValueError for that of a later version."""
+    version = data.get("version", 0)
+    if version > VERSION:
+        raise ValueError(f"it is of version {version}, written by a newer program; this one reads up to {VERSION}")
+    return data if version == VERSION else {**data, "decision": None, "version": VERSION}  # it is decided anew
+
+
+def read_as(cls: type[T], path: Path, upgraded: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> T:
     """What `write_json` wrote. Raises OSError or ValueError where the file holds something else."""
     try:
-        return from_dict(cls, json.loads(path.read_text(encoding="utf-8")))
+        return from_dict(cls, upgraded(json.loads(path.read_text(encoding="utf-8"))))
     except (TypeError, AttributeError, KeyError, RecursionError) as error:
         raise ValueError(f"it holds no {cls.__name__}: {error}") from error
 

@@ -107,14 +107,15 @@ def files_of(result: TrialResult) -> list[Path]:
 
 
 def chosen(comparison: Comparison, results: list[TrialResult]) -> list[TrialResult]:
-    """The baseline and the preferred trial; where that is the baseline, the one that saves most per time lost.
+    """The baseline and the preferred trial; where that is the baseline, the one to take with less memory.
 
     results: those that the comparison was made from. Only trials that ran to their end.
     """
     baseline = None if comparison.baseline_index is None else results[comparison.baseline_index]
     preferred = None if comparison.preferred_index is None else results[comparison.preferred_index]
     if preferred is None or preferred is baseline:
-        preferred = next((r for r in results if r.name == comparison.cheapest_saving), None)
+        index = comparison.nearest_index if preferred is None else comparison.cheapest_index
+        preferred = None if index is None else results[index]
     picked = [r for r in (baseline, preferred) if r is not None]
     return [r for r in picked if r.outcome == Outcome.ok.value and r.measurement is not None]
 

@@ -62,7 +62,7 @@ def record(
             result.decision = decision
             said = phrases.said(result, decision, comparison, group.results)
             update_decision(store, result.mlflow_run_id, result, said=said)
-    description, files = f"**{comparisons[0].why}**", list(more)
+    description, files = f"**{phrases.conclusion(comparisons[0], judged[0][0].results)}**", list(more)
     if folder is not None:
         report = write_report(judged, folder, command="python train.py -m 'strategy=glob(*)'")
         description, files = describe(report), [*report.files, *more]

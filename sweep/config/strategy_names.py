@@ -1,19 +1,16 @@
-"""What a trial is called: its strategy, and what a person set beside it."""
+"""What a strategy is called: its kind, its description, and the name of a trial."""
 
 from __future__ import annotations
 
-import copy
 import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from sweep.config.schema import Config, Granularity, Placement, StrategyConf
-from sweep.results import TrialResult
+from sweep.results import TrialResult, from_dict
 
 
 def micro_batch_size(strategy: StrategyConf, global_batch_size: int) -> int:
@@ -25,117 +22,32 @@ def accumulation_steps(strategy: StrategyConf, global_batch_size: int) -> int:
     return -(-global_batch_size // micro_batch_size(strategy, global_batch_size))
 
 
-#: How much a strategy changes, least first. Decides inside the noise.
+#: How much a strategy changes, least first. Decides where neither time nor memory does.
 CHANGES_LEAST_FIRST = ("baseline", "micro_batch", "checkpoint", "offload", "hybrid")
 
 
-@dataclass(frozen=True)
-class Knobs:
-    """The strategy config of a trial, whichever of its keys are there."""
-
-    granularity: str = "none"
-    every_k: int = 1
-    segment_size: int = 1
-    placement: str = "none"
-    keep_last: int = 1
-    min_tensor_kib: float = 64.0
-    pin_memory: bool = True
-    save_on_cpu: bool = False
-    micro_batch_size: int | None = None
-    global_batch_size: int | None = None
-    blocks: int | None = None
-
-    @classmethod
-    def of(cls, result: TrialResult) -> Knobs:
-        strategy = result.config.get("strategy") or {}
-        checkpoint, offload = strategy.get("checkpoint") or {}, strategy.get("offload") or {}
-        # A result without its config still tells from its name which direction it took.
-        named = _BY_NAME.get(result.strategy, {}) if not strategy else {}
-        return cls(
-            granularity=checkpoint.get("granularity", named.get("granularity", "none")),
-            every_k=checkpoint.get("every_k", 1),
-            segment_size=checkpoint.get("segment_size", 1),
-            placement=offload.get("placement", named.get("placement", "none")),
-            keep_last=offload.get("keep_last", 1),
-            min_tensor_kib=offload.get("min_tensor_kib", 64.0),
-            pin_memory=offload.get("pin_memory", True),
-            save_on_cpu=offload.get("implementation") == "save_on_cpu",
-            micro_batch_size=strategy.get("micro_batch_size"),
-            global_batch_size=(result.config.get("workload") or {}).get("global_batch_size"),
-            blocks=result.blocks,
-        )
-
-    @property
-    def checkpoints(self) -> bool:
-        return self.granularity != "none"
-
-    @property
-    def offloads(self) -> bool:
-        return self.placement != "none"
-
-    @property
-    def splits(self) -> bool:
-        """Whether the global batch is computed in parts."""
-        m, b = self.micro_batch_size, self.global_batch_size
-        return m is not None and (b is None or m < b)
-
-    @property
-    def samples_at_once(self) -> int | None:
-        return self.micro_batch_size if self.micro_batch_size is not None else self.global_batch_size
+def strategy_of(result: TrialResult) -> StrategyConf:
+    """What a trial did, from its stored config. One object for equal configs: not to be changed."""
+    return _strategy(json.dumps(result.config.get("strategy") or {}, sort_keys=True))
 
 
-_BY_NAME: dict[str, dict[str, str]] = {
-    "checkpoint": {"granularity": "blocks"},
-    "checkpoint_selective": {"granularity": "selective"},
-    "offload": {"placement": "all"},
-    "hybrid": {"granularity": "blocks", "placement": "inputs"},
-}
+@lru_cache(maxsize=4096)
+def _strategy(text: str) -> StrategyConf:
+    return from_dict(StrategyConf, json.loads(text))
+
+
+def batch_of(result: TrialResult) -> int:
+    """Samples per optimizer step; 1 where the stored config does not tell."""
+    return (result.config.get("workload") or {}).get("global_batch_size") or 1
 
 
 def change_rank(result: TrialResult) -> int:
     """Place in CHANGES_LEAST_FIRST, by what the trial does rather than by what it is called."""
-    knobs = Knobs.of(result)
-    if result.is_baseline:
-        kind = "baseline"
-    elif knobs.checkpoints and knobs.offloads:
-        kind = "hybrid"
-    elif knobs.offloads:
-        kind = "offload"
-    elif knobs.checkpoints:
-        kind = "checkpoint"
-    else:
-        kind = "micro_batch" if knobs.splits or result.strategy == "micro_batch" else "baseline"
-    return CHANGES_LEAST_FIRST.index(kind)
+    kind = kind_of(strategy_of(result), batch_of(result)).removesuffix("_selective")
+    return CHANGES_LEAST_FIRST.index("baseline" if result.is_baseline else kind)
 
 
-def strategy_of(result: TrialResult) -> dict[str, Any]:
-    """The strategy config without its name: what a trial does, whatever it is called."""
-    return {k: v for k, v in (result.config.get("strategy") or {}).items() if k != "name"}
-
-
-def with_overrides(result: TrialResult, action: str) -> dict[str, Any] | None:
-    """The strategy config that the `strategy.*=value` overrides in `action` lead to; None where it names none."""
-    strategy = copy.deepcopy(strategy_of(result))
-    found = re.findall(r"\bstrategy\.([a-z_.]+)=([^\s(),;]+)", action)
-    if not found or not strategy or "strategy=" in action:
-        return None
-    for key, value in found:
-        *path, last = key.split(".")
-        node = strategy
-        for part in path:
-            node = node.setdefault(part, {})
-        node[last] = _value(value)
-    return strategy
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def name_of(strategy: StrategyConf, global_batch_size: int) -> str:
+def describe(strategy: StrategyConf, global_batch_size: int) -> str:
     """What a candidate is called in tables: `micro 4, blocks/2, offload inputs`. The baseline is `baseline`."""
     c, o = strategy.checkpoint, strategy.offload
     said = []
@@ -169,13 +81,17 @@ def kind_of(strategy: StrategyConf, global_batch_size: int) -> str:
 def strategy_at(config: Config, overrides: Mapping[str, str] | list[str]) -> StrategyConf | None:
     """The strategy of a candidate from its command-line words; None where they set more than keys of the strategy."""
     words = overrides if isinstance(overrides, list) else [f"{k}={v}" for k, v in overrides.items()]
-    node = OmegaConf.structured(config.strategy)
+    return changed(config.strategy, words)
+
+
+def changed(strategy: StrategyConf, words: Sequence[str]) -> StrategyConf | None:
+    """A strategy with words of the command line behind it; None where they set more than its keys."""
+    node = OmegaConf.structured(strategy)
     for word in words:
         key, _, value = word.lstrip("+").partition("=")
-        if key.startswith("strategy."):
-            OmegaConf.update(node, key.removeprefix("strategy."), OmegaConf.create({"v": _parsed(value)})["v"])
-        else:
+        if not key.startswith("strategy."):
             return None
+        OmegaConf.update(node, key.removeprefix("strategy."), OmegaConf.create({"v": _parsed(value)})["v"])
     found = OmegaConf.to_object(node)
     assert isinstance(found, StrategyConf)
     return found
@@ -192,7 +108,7 @@ def trial_name(config: Config, overrides: Sequence[str]) -> str:
     """What a person calls the trial: its strategy, and what was set beside it and has an effect."""
     s = config.strategy
     if config.search.name is not None:
-        return name_of(s, config.workload.global_batch_size)
+        return describe(s, config.workload.global_batch_size)
     idle = [
         *(["checkpoint."] if s.checkpoint.granularity is Granularity.none else []),
         *(["offload."] if s.offload.placement is Placement.none else []),

@@ -23,8 +23,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from sweep.format import count, known, number, percent, signed_loss
-from sweep.results import CONFIDENCE, Difference, Drift, Measurement, Quality, Run
+from sweep.format import known
+from sweep.results import CONFIDENCE, Difference, Drift, Finding, Measurement, Quality, Run
 
 RESAMPLES = 2000
 SEED = 20250101  # fixed, so that a report made again says the same
@@ -62,6 +62,16 @@ def difference(own: Measurement, base: Measurement, drift: Drift | None = None) 
     return Difference(ratio, low, high, none)
 
 
+def same_time(own: Measurement, other: Measurement, drift: Drift | None = None) -> bool:
+    """Whether two step times cannot be told apart: `difference(...).none`, without a bootstrap where none is needed."""
+    mine, its = _times_of(own), _times_of(other)
+    if _enough(mine) and _enough(its) and not _smaller(own.step_ms / other.step_ms, drift):
+        a, b = (_Runs([values for _, values in times]).values for times in (mine, its))
+        if np.nanmin(a) > np.nanmax(b) or np.nanmax(a) < np.nanmin(b):  # so would every resample be
+            return False
+    return difference(own, other, drift).none
+
+
 def _smaller(ratio: float, drift: Drift | None) -> bool:
     """Whether a ratio is nearer to 1 than the drift that was found."""
     if drift is None or drift.difference.none or not (ratio > 0 and drift.difference.ratio > 0):
@@ -92,8 +102,8 @@ def good_runs(measurement: Measurement) -> list[Run]:
     return sorted((r for r in measurement.runs if not r.error and r.step_times_ms), key=lambda r: r.index)
 
 
-def disturbances(own: Measurement, base: Measurement | None = None) -> list[str]:
-    """Why the times of `own` may not be its own, each with the repeat in which it was: empty on a quiet machine.
+def disturbances(own: Measurement, base: Measurement | None = None) -> list[Finding]:
+    """Why the times of `own` may not be its own, each with its repeat (from 1; 0: it ran once). Empty: quiet.
 
     A clock is judged against the highest that `own` or `base` ran at: what a card reaches depends on its cooling.
     """
@@ -106,36 +116,16 @@ def disturbances(own: Measurement, base: Measurement | None = None) -> list[str]
     ]
     highest, found, runs = max(clocks, default=0.0), [], good_runs(own)
     for run in runs:
-        if run.conditions is None:
+        if (seen := run.conditions) is None:
             continue
-        words = list(run.conditions.disturbed)
-        clock = run.conditions.gpu_clock_mhz
-        if clock is not None and clock < CLOCK_RATIO * highest:
-            words.append(f"the GPU's clock was down to {clock:.0f} MHz, from {highest:.0f}")
-        found += [f"repeat {run.index + 1}: {w}" if len(runs) > 1 else w for w in words]
+        repeat = {"repeat": run.index + 1.0} if len(runs) > 1 else {}
+        values = {"cores": seen.cpu_others, "processes": seen.gpu_other_processes, "other_mib": seen.gpu_other_mib}
+        numbers = repeat | {name: float(value) for name, value in values.items() if value is not None}
+        throttled = {"throttled": ", ".join(seen.gpu_throttled)}
+        found += [Finding(code, numbers, throttled) for code in seen.disturbed]
+        if seen.gpu_clock_mhz is not None and seen.gpu_clock_mhz < CLOCK_RATIO * highest:
+            found.append(Finding("gpu_clock", repeat | {"clock_mhz": seen.gpu_clock_mhz, "highest_mhz": highest}))
     return found
-
-
-def drift_words(drift: Drift | None) -> str:
-    """What was found of a drift, in words: "" where none was looked for or none was found."""
-    if drift is None or drift.difference.none:
-        return ""
-    way = "slower" if drift.difference.ratio > 1 else "faster"
-    change = abs(drift.difference.ratio - 1)
-    over = f"over {number(drift.minutes)} minutes" if drift.minutes >= 0.1 else "meanwhile"
-    return (
-        f"the machine drifted: the baseline at the end was {100 * change:.0f} % {way} than at the start, {over}; "
-        "differences in time below that are called none"
-    )
-
-
-def repeats_words(measurement: Measurement) -> str:
-    """What of the repeats went wrong: "" where nothing did."""
-    wrong = [run for run in measurement.runs if run.error]
-    if not wrong:
-        return ""
-    tried = count(len(measurement.runs), "repeat")
-    return f"{len(wrong)} of {tried} went wrong (repeat {wrong[0].index + 1}: {wrong[0].error})"
 
 
 # ---- the bootstrap
@@ -251,9 +241,8 @@ def quality_of(candidate: Measurement, baseline: Measurement) -> Quality | None:
     mean, low, high = mean_interval([own.held_out[s] for s in seeds])
     differences = [own.held_out[s] - base.held_out[s] for s in seeds]
     difference, difference_low, difference_high = mean_interval(differences)
-    verdict, why = _verdict(differences, abs(mean))
     return Quality(
-        verdict=verdict,
+        verdict=_verdict(differences, abs(mean)),
         seeds=len(seeds),
         loss=mean,
         loss_low=low,
@@ -262,25 +251,19 @@ def quality_of(candidate: Measurement, baseline: Measurement) -> Quality | None:
         difference_low=difference_low,
         difference_high=difference_high,
         curve_outside_ratio=outside_ratio(own, base),
-        why=why,
     )
 
 
-def _verdict(differences: Sequence[float], size: float) -> tuple[str, str]:
-    """equal, better, worse or unknown, and why in words. size: of the loss, to tell rounding from a difference."""
+def _verdict(differences: Sequence[float], size: float) -> str:
+    """equal, better, worse or unknown. size: of the loss, to tell rounding from a difference."""
     mean, low, high = mean_interval(differences)
-    seeds = count(len(differences), "seed")
     if not any(differences):
-        return "equal", f"held-out loss equal to the last bit ({seeds})"
+        return "equal"
     if low is None or high is None:
-        words = f"{signed_loss(mean)} with one seed, which cannot tell it from chance; measure.seeds=3 would"
-        return "unknown", words
-    over = f"{signed_loss(mean)} ({percent(CONFIDENCE)} interval {signed_loss(low)} to {signed_loss(high)}, {seeds})"
-    if max(abs(low), abs(high)) <= ROUNDING * size:
-        return "equal", f"{over}, no more than rounding"
-    if low <= 0 <= high:
-        return "equal", f"{over}, within the noise; up to {signed_loss(high)} is not ruled out"
-    return ("worse" if mean > 0 else "better"), over
+        return "unknown"
+    if max(abs(low), abs(high)) <= ROUNDING * size or low <= 0 <= high:
+        return "equal"
+    return "worse" if mean > 0 else "better"
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float | None, float | None]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from sweep.config.device import allocator_capacity, machine_has, resolve_device
 from sweep.config.schema import Config, DeviceConf, Dtype, StrategyConf, plain, quarter_of
-from sweep.config.strategy_names import name_of
+from sweep.config.strategy_names import describe
 from sweep.decide.reasons import LASTING
 from sweep.diagnose.advice import answer, feasible, order
 from sweep.diagnose.facts import (
@@ -167,7 +167,7 @@ class Settings:
         """One strategy as predicted, or why it does not apply."""
         config = config_at(self.config, overrides)
         s, b, limits = config.strategy, self._batch, self.facts.limits
-        found = Setting(direction, list(overrides), name_of(s, b))
+        found = Setting(direction, list(overrides), describe(s, b))
         if s.micro_batch_size is not None and b == 1:
             found.refused = Finding("one_sample")
             return found

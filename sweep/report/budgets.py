@@ -17,17 +17,12 @@ from sweep.decide.budgets import (
     Answer,
     Axis,
     Sensitivity,
-    axes_of,
-    caveats,
-    now_words,
-    plain_value,
-    words_of,
 )
 from sweep.errors import BadInput
 from sweep.format import EVIDENCE_WORDS, NOT_KNOWN, count, loss, mib, number, ratio
 from sweep.report.blocks import Block, Heading, Picture, Points, Table, Text
 from sweep.report.data import Judged, title_of
-from sweep.report.phrases import sentence
+from sweep.report.phrases import caveats, now_words, plain_value, sentence, words_of
 from sweep.results import to_dict
 
 #: More values of one setting, or more budgets in all, than this are more than a table can show.
@@ -133,9 +128,9 @@ class Survey:
     def keys(self) -> list[str]:
         return list(self.cells[0].values) if self.cells else []
 
-    def words(self) -> list[str]:
-        """Where the choice changes: a sentence for each setting."""
-        s, axes = self.sensitivity, axes_of(self.sensitivity)
+    def words(self) -> list[tuple[str, str]]:
+        """Where the choice changes: each setting, and what is chosen under it."""
+        s, axes = self.sensitivity, self.sensitivity.axes
         axes += [AXES[key] for key in self.keys if AXES[key] not in axes]
         return [words_of(s, axis, s.spans(axis)) for axis in axes]
 
@@ -147,9 +142,9 @@ class Survey:
             "budget": plain(s.budget),
             "capacity_mib": s.capacity_mib,
             "present": {"verdict": c.verdict, "preferred": c.preferred, "cap_mib": c.cap_mib},
-            "words": self.words(),
+            "words": [f"{head}: {words}" for head, words in self.words()],
             "caveats": [*caveats(s), *self.unanswered],
-            "changes": {axis.key: _spans(s, axis) for axis in axes_of(s)},
+            "changes": {axis.key: _spans(s, axis) for axis in s.axes},
             "never_run": [{k: v for k, v in to_dict(n).items() if k != "index"} for n in s.never_run],
             "cells": [
                 {**to_dict(cell), **cell.values, "verdict": cell.answer.verdict, "preferred": cell.answer.preferred}
@@ -171,7 +166,7 @@ def survey(judged: list[Judged], asked: Asked) -> list[Survey]:
 
 def _survey(judged: Judged, asked: Asked) -> Survey:
     group, present = judged
-    s = Sensitivity(group.results, group.budget, group.capacity_mib)
+    s = Sensitivity(group.results, group.budget, group.capacity_mib, present)
     answerable = [key for key in asked if AXES[key] is MEMORY or s.matters(AXES[key])]
     cells = []
     for values in product(*(asked[key] for key in answerable)) if answerable else []:
@@ -205,8 +200,7 @@ def survey_blocks(found: Survey, picture: str = "sensitivity") -> list[Block]:
         Text(f"Now: {choice} ({now or 'no cap, floor or gate is set'})."),
         Heading("Where the choice changes"),
     ]
-    heads = [line.partition(": ") for line in found.words()]
-    blocks.append(Points([(f"{head}:", sentence(rest, first=False)) for head, _, rest in heads]))
+    blocks.append(Points([(f"{head}:", sentence(words, first=False)) for head, words in found.words()]))
     blocks.append(Points([("", sentence(line)) for line in [*caveats(s), *found.unanswered]]))
     if found.cells:
         blocks += [Heading("The choice under each budget asked about"), _table(found), *map(_quiet, _notes(found))]

@@ -3,13 +3,12 @@ questions who was not there."""
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sweep.config.strategy_names import Knobs
+from sweep.config.strategy_names import batch_of, strategy_of
 from sweep.decide.causes import parts_of
 from sweep.decide.reasons import LASTING
 from sweep.format import EVIDENCE_SHORT, NOT_KNOWN, OUTCOME_WORDS, count, error, loss, mib, ms, number, percent
@@ -39,7 +38,20 @@ from sweep.report.notes import (
     time_words,
     verdict_line,
 )
-from sweep.report.phrases import PART_WORDS, change_words, conclusion, next_action, operator_words, sentence
+from sweep.report.phrases import (
+    PART_WORDS,
+    change_words,
+    conclusion,
+    explanation,
+    finding,
+    moment,
+    next_action,
+    operator_words,
+    part,
+    parts,
+    sentence,
+    strategy_words,
+)
 from sweep.results import RANGES, Category, Change, Evidence, Outcome, Peak, Prediction
 
 #: Sentences that a reader takes in, and trials whose words are not read one by one any more.
@@ -72,7 +84,7 @@ def screen(section: Section) -> list[Block]:
                 *(("Why:", says(section, words)) for words in because(section)),
                 *(("Finding:", f"{name}: {sentence(line, first=False)}") for name, line in findings),
                 *survival,
-                ("Next:", sentence(next_action(c), first=False)),
+                ("Next:", sentence(next_action(c, section.results), first=False)),
             ]
         ),
         _blocked(section),
@@ -85,7 +97,7 @@ def page(section: Section) -> list[Block]:
     return [
         Heading(section.title, 1),
         Text(says(section, conclusion(c, section.results)), f"Verdict: {verdict_line(section)}."),
-        Text(sentence(next_action(c), first=False), "Next:"),
+        Text(sentence(next_action(c, section.results), first=False), "Next:"),
         *(Text(note) for note in section.notes),
         Text(against_line(section), quiet=True),
         overview(section),
@@ -102,7 +114,7 @@ def page(section: Section) -> list[Block]:
         Heading("Does it hold?"),
         *hold(section),
         Heading("What next?"),
-        Text(says(section, next_action(c))),
+        Text(says(section, next_action(c, section.results))),
         _blocked(section),
         *_what_if(section),
         Points([("", line) for line in table_notes(section)], "How to read the tables", DETAIL),
@@ -305,7 +317,8 @@ def _pressure_words(section: Section) -> str:
 def changed(section: Section) -> list[Block]:
     """What is equal for all trials, and what each changes."""
     names = Column("strategy", [r.name for r in section.rows], words=True)
-    does = Column("what it does", [strategy_words(Knobs.of(r.result)) for r in section.rows], words=True)
+    told = [strategy_words(strategy_of(r.result), batch_of(r.result)) for r in section.rows]
+    does = Column("what it does", told, words=True)
     return [Text(f"Only the strategy. {fixed_words(section)}"), _trials(section, [names, does], USEFUL)]
 
 
@@ -339,36 +352,6 @@ def parameters_words(parameters: int) -> str:
         if parameters >= size:
             return f"{parameters / size:.3g} {unit}"
     return str(parameters)
-
-
-def strategy_words(knobs: Knobs) -> str:
-    """What a strategy does, with its numbers."""
-    parts = []
-    whole = knobs.global_batch_size
-    if knobs.splits:
-        of = f" of {whole}" if whole is not None else ""
-        pieces = ""
-        if whole and knobs.micro_batch_size:
-            pieces = f", {count(math.ceil(whole / knobs.micro_batch_size), 'piece')}"
-        parts.append(f"computes {knobs.micro_batch_size}{of} samples at once{pieces}")
-    if knobs.checkpoints:
-        blocks = "every block" if knobs.every_k == 1 else f"one block in {knobs.every_k}"
-        which = {
-            "blocks": blocks,
-            "segments": f"segments of {count(knobs.segment_size, 'block')}",
-            "selective": f"{blocks} but for matmul and attention results",
-            "parts": "parts of each block",
-        }
-        parts.append(f"recomputes {which.get(knobs.granularity, knobs.granularity)} in backward")
-    if knobs.offloads:
-        what = {"all": "saved tensors", "inputs": "the inputs of blocks", "blocks": "saved tensors of chosen blocks"}
-        least = f" of at least {knobs.min_tensor_kib:g} KiB" if knobs.min_tensor_kib > 0 else ""
-        last = "the last block" if knobs.keep_last == 1 else f"the last {knobs.keep_last} blocks"
-        but = f", except those of {last}" if knobs.keep_last > 0 else ""
-        pinned = "" if knobs.pin_memory else " to pageable memory"
-        parts.append(f"offloads {what.get(knobs.placement, knobs.placement)}{least}{pinned}{but}")
-    at_once = f": {count(whole, 'sample')} at once" if whole is not None else ""
-    return "; ".join(parts) or f"nothing{at_once}, all activations kept on the device"
 
 
 def saved(section: Section) -> list[Block]:
@@ -505,21 +488,17 @@ def why(section: Section) -> list[Block]:
 def _told(row: Row) -> str:
     """A trial's explanation, which begins with its name."""
     assert row.explanation is not None
-    words = " ".join(row.explanation.words)
+    words = " ".join(explanation(row.explanation))
     return words if words.startswith(row.name) else f"{row.name}: {words}"
 
 
 def finding_lines(section: Section) -> list[tuple[str, str]]:
-    """Names of trials and a finding, the preferred trial's first; what differs in its numbers alone is told once."""
-    rows = sorted(section.candidates, key=lambda r: r is not section.preferred)
-    disturbed = [words for row in section.rows for words in row.decision.disturbed]  # told by another answer
+    """Names of trials and a finding, the preferred trial's first; one that several share is told once."""
     found: dict[str, tuple[str, list[str]]] = {}
-    for row in rows:
-        for line in row.explanation.findings if row.explanation is not None else []:
-            if any(words in line for words in disturbed):
-                continue
-            alike = re.sub(r"\d[\d.]*", "#", line.replace(row.name, "*"))
-            found.setdefault(alike, (line, []))[1].append(row.name)
+    for row in sorted(section.candidates, key=lambda r: r is not section.preferred):
+        for one in row.explanation.findings if row.explanation is not None else []:
+            if one.code != "disturbed":  # told by another answer
+                found.setdefault(one.code, (finding(one), []))[1].append(row.name)
     alike_words = lambda names: f" (and {', '.join(names)} alike)" if names else ""
     return [(names[0] + alike_words(names[1:]), line) for line, names in found.values()]
 
@@ -530,22 +509,15 @@ def because(section: Section) -> list[str]:
     told = row.explanation if row is not None else None
     if row is None or told is None or section.predicts:
         # What fills the baseline's peak is shown beside this already.
-        return [line for line in section.why if not line.startswith("The peak of ")][: 4 if section.predicts else 2]
+        return section.why[section.causes.baseline is not None :][: 4 if section.predicts else 2]
     lines = []
     if told.peak is not None:
-        moved = told.moment_before != told.moment_after
-        where = f"from {told.moment_before} to {told.moment_after}" if moved else f"in {told.moment_after} as before"
-        lines.append(f"peak {signed(told.peak.total)} MiB, {where}: {_parts_words(told.peak)}")
+        before, after = moment(told.before), moment(told.after)
+        where = f"from {before} to {after}" if told.before != told.after else f"in {after} as before"
+        lines.append(f"peak {signed(told.peak.total)} MiB, {where}: {parts(told.peak, 3) or NOT_KNOWN}")
     if told.time is not None and not (row.decision.step is not None and row.decision.step.none):
-        lines.append(f"step {signed(told.time.total)} ms: {_parts_words(told.time)}")
+        lines.append(f"step {signed(told.time.total)} ms: {parts(told.time, 3) or NOT_KNOWN}")
     return lines
-
-
-def _parts_words(change: Change, most: int = 3) -> str:
-    """`activations -183.9 MiB, temporaries +3.1 MiB`."""
-    least = 0.02 * max([abs(change.total), *(abs(p.value) for p in change.parts)])
-    shown = [f"{p.name} {signed(p.value)} {change.unit}" for p in change.parts[:most] if abs(p.value) > least]
-    return ", ".join(shown) or "by nothing that is known"
 
 
 def _changes(section: Section, which: str) -> list[Block]:
@@ -555,18 +527,18 @@ def _changes(section: Section, which: str) -> list[Block]:
         return []
     size: dict[str, float] = {}
     for _, change in changes:
-        for part in change.parts:
-            size[part.name] = max(size.get(part.name, 0.0), abs(part.value))
+        for term in change.parts:
+            size[term.name] = max(size.get(term.name, 0.0), abs(term.value))
     names = [n for n in sorted(size, key=lambda n: -size[n]) if size[n] > SMALL * max(size.values())]
     rows = []
     for row, change in changes:
-        parts = {part.name: part.value for part in change.parts}
-        cells = [signed(parts[n]) if n in parts else "0" for n in names]
+        values = {term.name: term.value for term in change.parts}
+        cells = [signed(values[n]) if n in values else "0" for n in names]
         if len(names) < len(size):
-            cells.append(signed(sum(value for name, value in parts.items() if name not in names)))
+            cells.append(signed(sum(value for name, value in values.items() if name not in names)))
         rows.append([row.name, number(change.before), *cells, signed(change.residual), number(change.after)])
     small = ["smaller parts"] if len(names) < len(size) else []
-    table = Table.of(["strategy", "before", *names, *small, "not explained", "after"], rows)
+    table = Table.of(["strategy", "before", *map(part, names), *small, "not explained", "after"], rows)
     how = EVIDENCE_SHORT.get(changes[0][0].result.evidence, changes[0][0].result.evidence)
     what = "Peak" if which == "peak" else "Step time"
     table.title = f"{what} in {changes[0][1].unit}: before + parts + what is not explained = after ({how})"

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from sweep.config.schema import BudgetConf, plain
-from sweep.decide.budgets import Sensitivity, survival_of
-from sweep.decide.causes import explain_comparison, explain_pair
+from sweep.decide.budgets import Sensitivity
+from sweep.decide.causes import Causes, explain
 from sweep.decide.statistics import curves
 from sweep.decide.verdict import Group, grouped
 from sweep.format import count, known
+from sweep.report import phrases
 from sweep.results import (
     Comparison,
     Decision,
@@ -154,6 +155,8 @@ class Row:
             "peak": self.peak if self.peak_was_seen else None,
             "at_peak_mib": self.peak.at_peak_mib if self.peak is not None else {},
             "explanation": self.explanation,
+            "why": phrases.why(r, self.decision),
+            "next_action": phrases.advice(self.decision.advice),
             "predicted": None,
         }
         if p is not None:
@@ -181,6 +184,7 @@ class Section:
     rows: list[Row]
     unseen: list[Row]  # in report.json only
     why: list[str] = field(default_factory=list)  # what the trials have in common and where they differ, in sentences
+    causes: Causes = field(default_factory=Causes)
     survival: list[str] = field(default_factory=list)  # whether the choice would survive other budgets
     sensitivity: Sensitivity | None = None  # of all trials
     notes: list[str] = field(default_factory=list)  # what is left out, and what is not as it seems; whole sentences
@@ -217,7 +221,10 @@ class Section:
         first = self.results[0]
         candidates = [*self.candidates, *self.unseen]
         return {
-            **{k: v for k, v in to_dict(self.comparison).items() if k not in ("decisions", "preferred_index")},
+            **{k: v for k, v in to_dict(self.comparison).items() if k != "decisions" and not k.endswith("_index")},
+            "why": phrases.conclusion(self.comparison, self.results),
+            "next_action": phrases.next_action(self.comparison, self.results),
+            "against": phrases.against(self.comparison, self.results),
             "budget": plain(self.group.budget),
             "capacity_mib": self.group.capacity_mib,
             "baseline": None if self.baseline is None else self.baseline.data(),
@@ -281,20 +288,24 @@ def build(judged: Sequence[Judged], folder: Path, command: str = "", *, most: in
 
 def _section(group: Group, c: Comparison, most: int) -> Section:
     results = group.results
-    base = None if c.baseline_index is None else results[c.baseline_index]
     best = set(ranked(results, c)[: most + sum(r.is_baseline for r in results)])
-    rows, unseen = [], []
-    for i, (result, decision) in enumerate(zip(results, c.decisions)):
-        if i not in best:
-            unseen.append(Row(result, decision))
-            continue
-        why = explain_pair(base, result) if base is not None and not result.is_baseline else None
-        rows.append(Row(result, decision, why if why is not None and (why.peak or why.time) else None))
+    shown = [i for i in range(len(results)) if i in best]
+    places = {i: place for place, i in enumerate(shown)}
+    causes = explain(
+        [results[i] for i in shown],
+        replace(
+            c,
+            decisions=[c.decisions[i] for i in shown],
+            baseline_index=None if c.baseline_index is None else places[c.baseline_index],
+            preferred_index=None if c.preferred_index is None else places.get(c.preferred_index),
+        ),
+    )
+    rows = [Row(results[i], c.decisions[i], why) for i, why in zip(shown, causes.trials)]
+    unseen = [Row(r, d) for i, (r, d) in enumerate(zip(results, c.decisions)) if i not in best]
     section = Section(group, c, rows, unseen)
-    preferred = None if section.preferred is None else rows.index(section.preferred)
-    section.why = explain_comparison([r.result for r in rows], preferred)
-    section.sensitivity = Sensitivity(results, group.budget, group.capacity_mib)
-    section.survival = survival_of(section.sensitivity)
+    section.causes, section.why = causes, phrases.causes(causes)
+    section.sensitivity = Sensitivity(results, group.budget, group.capacity_mib, c)
+    section.survival = phrases.survival(section.sensitivity)
     if unseen:
         section.notes.append(
             f"Shown: the best {len(rows)} of {count(len(results), 'trial')}; all are in report.json. How the choice "

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from sweep.decide.verdict import UNDECIDED
 from sweep.format import EVIDENCE_SHORT, NOT_KNOWN, count, error, loss, mib, ms, number, percent, ratio, signed_loss
 from sweep.report.data import Row, Section
-from sweep.report.phrases import CATEGORY_WORDS, against, capital, next_action, sentence, why
+from sweep.report.phrases import CATEGORY_WORDS, advice, against, capital, disturbances, quality_why, sentence, why
 from sweep.results import CONFIDENCE, Drift, Evidence, Holder, Peak, Quality, Verification
 
 #: Half the distance between the quartiles over the median: from here on a step time is called noisy.
@@ -67,7 +67,7 @@ def next_lines(section: Section) -> list[tuple[str, str]]:
         d = row.decision
         if d.verdict != "accept":
             reasons = f" ({', '.join(d.reasons)})" if d.reasons else ""
-            then = f" Next: {sentence(next_action(d), first=False)}" if next_action(d) else ""
+            then = f" Next: {sentence(advice(d.advice), first=False)}" if d.advice is not None else ""
             lines.append((f"{row.name} {d.verdict}{reasons}:", f"{sentence(why(row.result, d), first=False)}{then}"))
     return lines
 
@@ -187,8 +187,7 @@ def disturbed_words(section: Section) -> str:
     """Whose times are unreliable."""
     disturbed, of = [r for r in section.rows if r.decision.disturbed], count(len(section.rows), "trial")
     if disturbed:
-        more = lambda found: f"; and {len(found) - 1} more" if len(found) > 1 else ""
-        told = [f"{r.name} ({r.decision.disturbed[0]}{more(r.decision.disturbed)})" for r in disturbed]
+        told = [f"{r.name} ({disturbances(r.decision.disturbed)})" for r in disturbed]
         return f"{len(disturbed)} of {of}: {', '.join(told)}"
     runs = [run for r in section.rows if r.measured is not None for run in r.measured.runs]
     observed = sum(run.conditions is not None for run in runs)
@@ -242,7 +241,8 @@ def quality_words(row: Row) -> str:
     if row.is_baseline or q is None:
         return f"held-out loss {loss(row.eval_loss)}."
     verdict = {"equal": "equal to the baseline's", "unknown": "not known"}
-    return f"held-out loss {loss(q.loss)}, {verdict.get(q.verdict, f'{q.verdict} than the baseline')}: {q.why}."
+    than = verdict.get(q.verdict, f"{q.verdict} than the baseline")
+    return f"held-out loss {loss(q.loss)}, {than}: {quality_why(q)}."
 
 
 def quality_lines(section: Section) -> list[str]:

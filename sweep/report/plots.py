@@ -16,15 +16,16 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.transforms import Bbox
 
-from sweep.decide.budgets import MEMORY, THROUGHPUT_RATIO, Area, Axis, shown
-from sweep.decide.causes import moment, parts_of
+from sweep.decide.budgets import MEMORY, THROUGHPUT_RATIO, Area, Axis
+from sweep.decide.causes import parts_of
 from sweep.decide.statistics import Curves, curves
 from sweep.format import EVIDENCE_SHORT, count, mib, number
 from sweep.report.budgets import FLOORS, GATES, Survey
 from sweep.report.content import SMALL, change_of, signed
 from sweep.report.data import Report, Row, Section
-from sweep.report.phrases import PART_WORDS
-from sweep.results import Category, Change, Evidence, Part, Phase, Timeline, Verdict
+from sweep.report.phrases import PART_WORDS, moment, shown
+from sweep.report.phrases import part as part_words
+from sweep.results import Category, Change, Evidence, Moment, Part, Phase, Timeline, Verdict
 
 #: Okabe and Ito's palette, which the colour-blind can tell apart.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
@@ -260,7 +261,7 @@ def bars_of(change: Change) -> list[tuple[str, float, float, str]]:
     bars = [("before", 0.0, change.before, BEFORE)]
     at = change.before
     for part in parts:
-        bars.append((part.name, at, part.value, LESS if part.value < 0 else MORE))
+        bars.append((part_words(part.name), at, part.value, LESS if part.value < 0 else MORE))
         at += part.value
     if abs(change.after - at) > SMALL * size or not change.closes:
         bars.append(("not explained", at, change.after - at, RESIDUAL))
@@ -596,7 +597,7 @@ def over_a_step(found: Timeline, title: str) -> Figure:
     axes.plot([found.peak_position], [found.peak.mib], "v", color="black", markersize=6, clip_on=False)
     left = found.peak_position < found.events / 2
     axes.annotate(
-        f"peak {mib(found.peak.mib)}: {moment(found.peak)}",
+        f"peak {mib(found.peak.mib)}: {moment(Moment(found.peak.phase, found.peak.operator, found.peak.module))}",
         (found.peak_position, found.peak.mib),
         xytext=(8 if left else -8, 6),
         textcoords="offset points",

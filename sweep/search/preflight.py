@@ -29,7 +29,7 @@ from sweep.config.schema import (
     SearchSpaceConf,
     StrategyConf,
 )
-from sweep.config.strategy_names import name_of, strategy_at
+from sweep.config.strategy_names import describe, strategy_at
 from sweep.decide.verdict import Facts, deciding_peak_mib, memory_cap
 from sweep.errors import BadInput, CannotPredict, NoEffect, NothingOffloaded, NothingRecomputed
 from sweep.format import number
@@ -366,7 +366,7 @@ def _say_plan(made: Plan, config: Config, say: Callable[[str], None]) -> None:
         "predictions); estimates, to be measured:"
     )
     for r in made.ranked:
-        say(f"  {name_of(r.candidate.strategy, whole)}: about {number(r.samples_per_s)} samples/s [predicted]")
+        say(f"  {describe(r.candidate.strategy, whole)}: about {number(r.samples_per_s)} samples/s [predicted]")
     if not made.ranked:
         nothing = "no candidate is predicted to fit" if made.pieces.plain.points else "nothing that fits could be timed"
         say(f"  {nothing}; the sampler begins by itself")

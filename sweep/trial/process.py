@@ -73,7 +73,8 @@ def run_isolated_repeat(config: Config, index: int, folder: Path, *, progress: P
     if failed is None:
         return from_dict(Run, json.loads((folder / RUN).read_text(encoding="utf-8")))
     seed = config.workload.seed + index % config.measure.seeds
-    return Run(index=index, seed=seed, started_at=started_at, fresh_process=True, error=failed[1])
+    outcome, wrong = failed
+    return Run(index, seed, started_at, fresh_process=True, error=wrong, outcome=outcome.value)
 
 
 def run_isolated_trace(config: Config, name: str, folder: Path, *, progress: Progress = no_progress) -> Trace:

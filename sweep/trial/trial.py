@@ -85,7 +85,7 @@ def run_repeat(config: Config, index: int, *, progress: Progress = no_progress) 
         run = repeat(config, device, None, index, Steps(config, m.warmup_steps + m.steps, progress))
     except Exception as error:
         seed = config.workload.seed + index % m.seeds
-        run = Run(index=index, seed=seed, started_at=started_at, error=one_line(error))
+        run = Run(index=index, seed=seed, started_at=started_at, error=one_line(error), outcome=outcome_of(error).value)
     _give_back_memory()
     return run
 

@@ -18,7 +18,8 @@ from sweep.config.schema import (
     StrategyConf,
     plain,
 )
-from sweep.config.strategy_names import kind_of, name_of, strategy_at
+from sweep.config.strategy_names import describe as name_of
+from sweep.config.strategy_names import kind_of, strategy_at
 from sweep.results import Measurement, Outcome, TrialResult
 from sweep.search.forecast import Forecast, signature
 from sweep.search.plan import Candidate, Line, Pieces, fill, make_plan, probe_isolated, rank

@@ -23,7 +23,7 @@ from sweep.config.schema import (
     StrategyConf,
     TrackingConf,
 )
-from sweep.decide.verdict import decide
+from sweep.decide.verdict import conclude
 from sweep.errors import NotEquivalent
 from sweep.report import judge
 from sweep.session import Session, State, now
@@ -174,7 +174,7 @@ def test_a_prediction_never_accepts_what_is_known_to_be_wrong(small: Config) -> 
     refused = run_trial(images, "micro_batch")
     assert (refused.outcome, refused.reason) == ("invalid", "batch_statistics")
     assert "stem.1 (BatchNorm2d)" in refused.error
-    decision = decide(refused, None, images.budget, None)
+    decision = conclude([refused], images.budget, None).decisions[0]
     assert (decision.verdict, decision.reasons) == ("reject", ["not_equivalent"])
 
 
@@ -183,12 +183,8 @@ def test_a_number_format_that_a_card_has_not_ends_its_trial_and_no_other(small: 
     old, new = (run_trial(replace(small, device=load_profile(card)), card) for card in ("t4", "a100_80gb"))
     assert (old.outcome, new.outcome) == ("invalid", "ok")
     assert old.error.startswith("NotOnDevice: workload.dtype=amp_bf16: t4 has no bfloat16; use ")
-    decision = decide(old, None, small.budget, None)
-    assert (decision.verdict, decision.reasons, decision.next_action) == (
-        "reject",
-        ["bad_setting"],
-        "use fp32 or amp_fp16",
-    )
+    decision = conclude([old], small.budget, None).decisions[0]
+    assert (decision.verdict, decision.reasons) == ("reject", ["bad_setting"])
 
 
 def test_what_several_jobs_ask_for_is_computed_once_and_judged_by_the_budget_of_each(

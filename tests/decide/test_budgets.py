@@ -22,10 +22,9 @@ from sweep.decide.budgets import (
     THROUGHPUT_RATIO,
     Axis,
     Sensitivity,
-    axes_of,
-    survival_words,
 )
 from sweep.decide.verdict import conclude
+from sweep.report.phrases import next_action, survival
 from sweep.results import TrialResult
 
 KINDS = ("micro_batch", "checkpoint", "checkpoint_selective", "offload", "hybrid")
@@ -73,13 +72,13 @@ def random_budget(draw: random.Random) -> BudgetConf:
 def around(values: list[float], draw: random.Random) -> list[float]:
     """Values at, just below and just above each, and some between."""
     near = [w for v in values if 0 < v < math.inf for w in (math.nextafter(v, 0), v, math.nextafter(v, math.inf))]
-    return [*near, *(draw.uniform(0.0, 1.3 * max(near, default=1.0)) for _ in range(10))]
+    return [*near, *(draw.uniform(0.0, 1.3 * max(near, default=1.0)) for _ in range(4))]
 
 
 # ---- one setting
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_along_every_setting_the_answer_is_that_of_conclude(seed: int) -> None:
     draw = random.Random(seed)
     results, budget, capacity = random_sweep(seed), random_budget(draw), draw.choice([None, 200.0, 400.0])
@@ -130,7 +129,7 @@ def test_tune_becomes_reject_where_nothing_can_fit_any_more() -> None:
 # ---- two settings
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(
     ("x", "y"),
     [(MEMORY, THROUGHPUT_RATIO), (MEMORY, LOSS_RATIO), (SAMPLES, LOSS), (THROUGHPUT_RATIO, LOSS_RATIO)],
@@ -157,8 +156,40 @@ def test_what_is_not_asked_about_stays_as_the_budget_has_it() -> None:
     results = sweep_of_six()
     free = Sensitivity(results, BudgetConf(), None).areas(MEMORY, THROUGHPUT_RATIO)
     held = Sensitivity(results, BudgetConf(min_saving_mib=190), None).areas(MEMORY, THROUGHPUT_RATIO)
-    assert {a.preferred_index for a in free} == {None, 0, 1, 3, 4, 5}
-    assert {a.preferred_index for a in held} == {None, 4, 5}
+    assert {a.preferred_index for a in free} == {None, 0, 1, 3, 5}
+    assert {a.preferred_index for a in held} == {None, 5}
+
+
+# ---- one answer
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_stricter_budget_never_gives_a_choice_that_beats_the_looser_one(seed: int) -> None:
+    """Faster and smaller would have been accepted before, too. The baseline is kept only while no other is faster."""
+    draw = random.Random(seed)
+    results, budget = random_sweep(seed, evidence=draw.choice(["cpu", "measured"])), random_budget(draw)
+    for axis in AXES.values():
+        spans = Sensitivity(results, budget, None).spans(axis)
+        chosen = [s.answer.preferred_index for s in (spans if axis.rising else spans[::-1])]  # the strictest first
+        for k, looser in enumerate(chosen):
+            for stricter in chosen[:k]:
+                if looser is None or stricter is None or results[looser].is_baseline:
+                    continue
+                (a, x), (b, y) = ((results[i].measurement, results[i].peak_mib) for i in (looser, stricter))
+                assert a is not None and b is not None and x is not None and y is not None
+                assert not (b.step_ms < a.step_ms and y < x), (axis.key, results[looser].name, results[stricter].name)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_advice_for_less_memory_is_what_is_concluded_with_less_memory(seed: int) -> None:
+    results, budget = random_sweep(seed), random_budget(random.Random(seed))
+    asked = Sensitivity(results, replace(budget, memory_mib=None), None)
+    if asked.present.preferred != "baseline":
+        return
+    below = [s for s in asked.spans(MEMORY) if s.high < math.inf][-1].answer
+    assert asked.present.cheapest_saving == below.preferred
+    words = next_action(asked.present, results)
+    assert f"if memory gets short, {below.preferred} " in words if below.preferred else "none of the trials" in words
 
 
 # ---- what is not known
@@ -185,7 +216,7 @@ def test_a_refused_candidate_is_not_known_from_its_predicted_peak_on() -> None:
     assert [n.name for n in asked.not_known(None)] == ["offload"]
     assert not asked.never_run[0].needs_other_device
     words = "Not known from a cap of 150.0 MiB on: 1 candidate was predicted not to fit and never run"
-    assert any(line.startswith(words) for line in survival_words(results, BudgetConf(memory_mib=120), 16000.0))
+    assert any(line.startswith(words) for line in survival(Sensitivity(results, BudgetConf(memory_mib=120), 16000.0)))
 
 
 def test_a_refusal_by_a_corrected_prediction_holds_up_to_the_cap_that_refused_it() -> None:
@@ -205,9 +236,8 @@ def test_what_does_not_fit_the_device_is_not_known_for_a_larger_one_only() -> No
     assert [n.name for n in asked.not_known(201.0)] == ["checkpoint"]
     assert [n.name for n in asked.not_known(250.0)] == ["offload", "checkpoint"]
     assert all(n.needs_other_device for n in asked.never_run)
-    assert any(
-        "for a larger device: 2 candidates do not fit this one" in w for w in survival_words(results, BudgetConf(), 200)
-    )
+    words = "for a larger device: 2 candidates do not fit this one"
+    assert any(words in line for line in survival(asked))
 
 
 def test_a_prediction_is_known_whether_it_fits_or_not() -> None:
@@ -215,14 +245,14 @@ def test_a_prediction_is_known_whether_it_fits_or_not() -> None:
     results[0].outcome = "over_budget"
     assert Sensitivity(results, BudgetConf(), 400.0).never_run == []
     words = "1 trial does not fit this device, whatever the cap: predict for a larger one with device=..."
-    assert words in survival_words(results, BudgetConf(), 400.0)
+    assert words in survival(Sensitivity(results, BudgetConf(), 400.0))
 
 
 def test_without_a_measured_baseline_the_words_say_that_ratios_do_not_apply() -> None:
     results = [trial("baseline", outcome="oom_device", capacity_mib=200.0), *sweep_of_six()[1:]]
-    words = survival_words(results, BudgetConf(), 200.0)
+    words = survival(Sensitivity(results, BudgetConf(), 200.0))
     assert "The baseline has no measurement, so floors and gates relative to it do not apply" in words
-    assert axes_of(Sensitivity(results, BudgetConf(), 200.0)) == [MEMORY, SAMPLES, LOSS]
+    assert Sensitivity(results, BudgetConf(), 200.0).axes == [MEMORY, SAMPLES, LOSS]
 
 
 # ---- words
@@ -232,10 +262,10 @@ def test_the_words_name_the_nearest_changes_around_the_present_budget() -> None:
     results = sweep_of_six()
     assert results[1].measurement is not None
     results[1].measurement.eval_loss = 3.3
-    words = survival_words(results, BudgetConf(memory_mib=150), None)
+    words = survival(Sensitivity(results, BudgetConf(memory_mib=150), None))
     assert words == [
         "Memory cap (now 150.0 MiB): micro_batch stays the choice from 128.0 up to 312.4 MiB; "
-        "with 312.4 MiB or more, baseline; below 128.0 MiB, offload; below 109.8 MiB nothing is accepted",
+        "with 312.4 MiB or more, baseline; below 128.0 MiB, hybrid; below 109.8 MiB nothing is accepted",
         "Throughput floor (none is set): micro_batch stays the choice up to 0.902x the baseline's throughput; "
         "above that, nothing is accepted (tune)",
         "Quality gate (none is set): micro_batch stays the choice down to 1.0281x the baseline's held-out loss; "
@@ -253,17 +283,17 @@ def test_a_number_that_is_shown_admits_what_it_is_said_to_admit() -> None:
         trial("micro_batch", 87.26, 113.7, measure={"eval_loss": 3.32}),
         trial("checkpoint", 62.24, 171.3),
     ]
-    words = survival_words(results, BudgetConf(memory_mib=70), None)
+    words = survival(Sensitivity(results, BudgetConf(memory_mib=70), None))
     assert "checkpoint stays the choice from 62.3 up to 87.3 MiB" in words[0]
     assert "up to 0.583x" in words[1]  # 100 / 171.3 = 0.58377
     assert conclude(results, BudgetConf(memory_mib=62.3, min_throughput_ratio=0.583), None).preferred == "checkpoint"
-    words = survival_words(results, BudgetConf(memory_mib=100), None)
+    words = survival(Sensitivity(results, BudgetConf(memory_mib=100), None))
     assert "micro_batch stays the choice down to 1.0343x" in words[2]  # 3.32 / 3.21 = 1.03427
     assert conclude(results, BudgetConf(memory_mib=100, max_eval_loss_ratio=1.0343), None).preferred == "micro_batch"
 
 
 def test_where_nothing_is_accepted_the_words_say_from_where_something_would_be() -> None:
-    words = survival_words(sweep_of_six(), BudgetConf(memory_mib=90), None)
+    words = survival(Sensitivity(sweep_of_six(), BudgetConf(memory_mib=90), None))
     assert words[0] == (
         "Memory cap (now 90.0 MiB): nothing is accepted (tune); with 109.8 MiB or more, hybrid; "
         "below 60.0 MiB, nothing is accepted (reject)"
@@ -273,7 +303,7 @@ def test_where_nothing_is_accepted_the_words_say_from_where_something_would_be()
 
 def test_a_trial_whose_peak_is_not_known_is_the_choice_only_without_a_cap() -> None:
     results = [trial("baseline", 300.0, 100.0), trial("checkpoint", math.nan, 50.0)]
-    words = survival_words(results, BudgetConf(), None)
+    words = survival(Sensitivity(results, BudgetConf(), None))
     assert words[0].startswith(
         "Memory cap (none is set): checkpoint while there is none; with any, baseline from 300.0 MiB"
     )
@@ -283,7 +313,7 @@ def test_of_a_prediction_only_the_memory_cap_is_told() -> None:
     results = [trial(r.name, 1.0, mode="predict", evidence="predicted") for r in sweep_of_six()]
     for r, peak in zip(results, sweep_of_six()):
         r.prediction = prediction(peak.peak_mib or 0.0)
-    words = survival_words(results, BudgetConf(memory_mib=150), 16000.0)
+    words = survival(Sensitivity(results, BudgetConf(memory_mib=150), 16000.0))
     assert len(words) == 2
     assert words[0].startswith("Memory cap (now 150.0 MiB): micro_batch stays the choice from 128.0 up to 312.4 MiB")
     assert words[1] == "Peaks are predicted and nothing was run, so there is no throughput and no loss to hold against"
@@ -292,7 +322,7 @@ def test_of_a_prediction_only_the_memory_cap_is_told() -> None:
 def test_two_workloads_are_never_asked_about_together() -> None:
     results = [trial("baseline", 300.0, 100.0), trial("baseline", 300.0, 100.0, fixed_id="f2")]
     with pytest.raises(ValueError, match="fixed_id"):
-        survival_words(results, BudgetConf(), None)
+        survival(Sensitivity(results, BudgetConf(), None))
 
 
 def test_a_hundred_trials_take_seconds_and_not_minutes() -> None:
@@ -303,7 +333,7 @@ def test_a_hundred_trials_take_seconds_and_not_minutes() -> None:
         for i in range(1, 100)
     ]
     started = time.process_time()
-    survival_words(results, BudgetConf(memory_mib=150), None)
+    survival(Sensitivity(results, BudgetConf(memory_mib=150), None))
     asked = Sensitivity(results, BudgetConf(memory_mib=150), None)
     assert len(asked.areas(MEMORY, THROUGHPUT_RATIO)) > 100
     assert len(asked.spans(MEMORY)) == 102
