@@ -1,4 +1,4 @@
-"""Some fifty made-up trials of one workload, recorded through the project's own tracking code: a page to look at.
+"""Some forty made-up trials of one workload, recorded through the project's own tracking code: a page to look at.
 
 The numbers follow simple rules (a block's activations, its recomputation, what crosses the link), so that the charts
 show what they would show of a real model. They are no measurements.
@@ -23,7 +23,7 @@ LASTING_MIB, OUTSIDE_MIB, BLOCK_MIB, INPUT_MIB = 70.0, 9.3, 2.0, 0.25  # the las
 CAPACITY_MIB = 480.0
 
 #: granularity and every_k
-CHECKPOINTS = (("none", 1), ("blocks", 1), ("blocks", 2), ("blocks", 4), ("selective", 1), ("selective", 2))
+CHECKPOINTS = (("none", 1), ("blocks", 1), ("blocks", 2), ("selective", 1))
 PLACEMENTS = ("none", "inputs", "all")
 MICRO_BATCHES = (None, 4, 2)
 

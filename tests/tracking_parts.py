@@ -39,7 +39,6 @@ def planned(**changes: Any) -> TrialResult:
         "blocks": None,
         "mlflow_run_id": None,
         "data_version": "0123456789abcdef" * 4,
-        "data": {"name": "standard-library", "files": 700, "bytes": 12_000_000},
     }
     return made_up.trial("checkpoint", **(values | changes))
 

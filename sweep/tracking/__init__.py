@@ -11,10 +11,8 @@
 
 Runs are addressed by id, never through MLflow's active run, so threads and processes do not get in each other's way.
 A run ends FINISHED for a trial that said what it should, FAILED for one that went wrong (the tags say how), KILLED for
-one that was interrupted. Once a sweep is under way, a store that fails costs a warning and never a measurement: the
-result is in the trial's folder all the same.
-
-Only this room imports MLflow, and it does so inside functions. Markdown that describes a run is handed in.
+one that was interrupted. Once a sweep is under way, a store that fails costs a warning and never a measurement. Only
+this room imports MLflow, inside functions. Words that describe a run are handed in.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from sweep.results import Comparison, Outcome, TrialResult
 from sweep.tracking import runs, values
 from sweep.tracking.runs import Status, best_effort, reconcile
 from sweep.tracking.store import Store, as_bad_input, client, experiment_id, initialise, store_location
-from sweep.tracking.views import page_of, save_views
+from sweep.tracking.views import save_views, sweep_page
 
 if TYPE_CHECKING:
     from sweep.tracking.system import SystemSampler
@@ -72,8 +70,7 @@ def open_sweep(
             run_id = runs.create(store, name, {**all_tags, SWEEP: label})
             runs.write(store, run_id, params=values.params_of(params or {}))
         runs.write_artifacts(store, run_id)
-    with best_effort("the views of MLflow's page"):
-        save_views(store, run_id, label, all_tags.get("mode", ""))
+    save_views(store, run_id, label, all_tags.get("mode", ""))
     return run_id
 
 
@@ -96,18 +93,6 @@ def _label_of(store: Store, run_id: str) -> str:
 
 
 @whole()
-def sweep_page(store: Store, run_id: str | None) -> str:
-    """Where MLflow's page shows a sweep: an address on a server; for a file what follows the address of `mlflow ui`.
-
-    Empty where the store does not say.
-    """
-    if run_id is not None:
-        with best_effort(f"the page of sweep {run_id}"):
-            return page_of(store, run_id)
-    return ""
-
-
-@whole()
 def close_sweep(
     store: Store,
     run_id: str | None,
@@ -127,35 +112,6 @@ def close_sweep(
         tags = {**values.sweep_tags_of(comparisons), **values.note_tags(report_markdown)}
         runs.write(store, run_id, metrics=values.sweep_metrics_of(comparisons), tags=tags)
     runs.end(store, run_id, status)
-
-
-def start_trial(
-    store: Store, parent_run_id: str | None, planned: TrialResult, *, system_metrics: bool = True
-) -> TrialRun:
-    """The run of a trial that is about to be measured (or predicted), for a `with` statement around the trial.
-
-    planned: the result so far: names, config, command; its outcome is not read.
-    """
-    return TrialRun(store, parent_run_id, planned, system_metrics)
-
-
-@whole()
-def record_again(store: Store, parent_run_id: str | None, result: TrialResult) -> None:
-    """Record a trial that was measured, and whose command was killed before all of it was recorded.
-
-    Goes on with the run that it had, which is found by its folder. Sets `result.mlflow_run_id`.
-    """
-    run_id: str | None = None
-    with best_effort(f"trial {result.name}"):
-        quote = '"' if "'" in result.folder else "'"
-        same = f"tags.kind = 'trial' and tags.folder = {quote}{result.folder}{quote}"
-        for run in client(store.uri).search_runs([experiment_id(store)], same, max_results=1):
-            run_id = run.info.run_id
-            if run.data.tags.get("outcome") == result.outcome and run.info.status != "RUNNING":
-                result.mlflow_run_id = run_id
-                return
-    with TrialRun(store, parent_run_id, result, system_metrics=False, run_id=run_id) as again:
-        again.log(result)
 
 
 @whole()
@@ -185,17 +141,16 @@ def record(
 
 
 class TrialRun:
-    """One trial's run, RUNNING until its `with` block is left. `run_id` is None where the store failed."""
+    """The run of a trial that is about to be measured (or predicted), for a `with` statement around the trial.
+
+    planned: the result so far: names, config, command; its outcome is not read. The run is RUNNING until the block is
+    left. `run_id` is None where the store failed.
+    """
 
     def __init__(
-        self,
-        store: Store,
-        parent_run_id: str | None,
-        planned: TrialResult,
-        system_metrics: bool,
-        run_id: str | None = None,
+        self, store: Store, parent_run_id: str | None, planned: TrialResult, *, system_metrics: bool = True
     ) -> None:
-        self.run_id = run_id  # of an earlier process, to be gone on with
+        self.run_id: str | None = None
         self._store, self._parent_run_id, self._planned = store, parent_run_id, planned
         self._params: dict[str, str] = {}
         self._outcome: str | None = None
@@ -215,10 +170,6 @@ class TrialRun:
     def _begin(self) -> None:
         store, parent, planned = self._store, self._parent_run_id, self._planned
         with best_effort(f"trial {planned.name}"):
-            if self.run_id is not None:
-                self._params = dict(client(store.uri).get_run(self.run_id).data.params)
-                runs.opened(store, self.run_id)
-                return
             tags = values.plan_tags_of(planned) | {"kind": "trial", "mlflow.runColor": values.color_of(planned)}
             if parent is not None:
                 tags |= {"mlflow.parentRunId": parent, SWEEP: _label_of(store, parent)}
@@ -237,13 +188,12 @@ class TrialRun:
 
         files: further artifacts; folders are taken whole, missing ones are left out. Sets `result.mlflow_run_id`.
         """
-        self._stop_sampling()
+        if self._sampler is not None:
+            self._sampler.finish()
         if self.run_id is None:
             return
         result.mlflow_run_id = self.run_id
         # Each part by itself: full disks and refused uploads take the artifacts, and must not take the numbers along.
-        with best_effort(f"the data set of {result.name}"):
-            runs.write_dataset(self._store, self.run_id, result)
         with best_effort(f"the artifacts of {result.name}"):
             runs.write_artifacts(self._store, self.run_id, result.environment, result.config, result)
             runs.write_files(self._store, self.run_id, files)
@@ -264,7 +214,8 @@ class TrialRun:
 
     @whole()
     def _end(self, error: BaseException | None) -> None:
-        self._stop_sampling()
+        if self._sampler is not None:
+            self._sampler.finish()
         if self.run_id is None or self._ended:
             return
         self._ended = True
@@ -283,10 +234,26 @@ class TrialRun:
             runs.write(self._store, self.run_id, params=new)
             self._params |= new
 
-    def _stop_sampling(self) -> None:
-        if self._sampler is not None:
-            self._sampler.finish()
-            self._sampler = None
+
+start_trial = TrialRun
+
+
+@whole()
+def record_again(store: Store, parent_run_id: str | None, result: TrialResult) -> None:
+    """Record a trial that was measured, and whose command was killed before all of it was recorded.
+
+    The half of it that there is, found by its folder, is deleted. Sets `result.mlflow_run_id`.
+    """
+    with best_effort(f"trial {result.name}"):
+        quote = '"' if "'" in result.folder else "'"
+        same = f"tags.kind = 'trial' and tags.folder = {quote}{result.folder}{quote}"
+        for run in client(store.uri).search_runs([experiment_id(store)], same):
+            if run.data.tags.get("outcome") == result.outcome and run.info.status != "RUNNING":
+                result.mlflow_run_id = run.info.run_id
+                return
+            client(store.uri).delete_run(run.info.run_id)
+    with start_trial(store, parent_run_id, result, system_metrics=False) as again:
+        again.log(result)
 
 
 def _ending(outcome: str | None, error: BaseException | None) -> tuple[Status, str]:

@@ -25,7 +25,6 @@ from sweep.tracking.store import Store, client, experiment_id
 from sweep.tracking.values import MetricValue, cut_tags
 
 log = logging.getLogger("sweep.tracking")
-DATASET_ATTEMPTS = 3
 #: The most that MLflow gives of a search at once.
 MOST_RUNS = 50_000
 #: A run's tag: the process that has to end it, for a later command to tell whether anybody still works on it.
@@ -71,25 +70,6 @@ def write_result_tags(store: Store, run_id: str, result: TrialResult, metrics: I
     if not tags["error"] and "error" not in client(store.uri).get_run(run_id).data.tags:
         del tags["error"]
     write(store, run_id, metrics, tags=tags)
-
-
-def write_dataset(store: Store, run_id: str, result: TrialResult) -> None:
-    """The data set as MLflow's own input of the run; made from its description, the data are not read."""
-    from mlflow.entities import Dataset, DatasetInput, InputTag
-    from mlflow.exceptions import MlflowException
-
-    fields = values.dataset_of(result)
-    if fields is None:
-        return
-    data = DatasetInput(Dataset(**fields), [InputTag("mlflow.data.context", "training")])
-    for wait_s in (0.05, 0.1, None):
-        try:
-            return client(store.uri).log_inputs(run_id, [data])
-        except MlflowException:
-            # Two runs that bring the same new data set at once collide in MLflow; the next try finds it there.
-            if wait_s is None:
-                raise
-            time.sleep(wait_s)
 
 
 def write_artifacts(

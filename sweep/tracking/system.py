@@ -41,3 +41,4 @@ class SystemSampler(SystemMetricsMonitor):  # type: ignore[misc]
             for action in () if self._process.is_alive() else (self.sample, self.mlflow_logger.flush):
                 with contextlib.suppress(Exception):
                     action()
+            self._process = None

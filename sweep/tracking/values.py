@@ -19,10 +19,9 @@ from typing import Any, Literal
 from sweep.config.addresses import without_secrets
 from sweep.config.schema import OffloadConf, plain
 from sweep.config.strategy_names import CHANGES_LEAST_FIRST, change_rank
-from sweep.results import Comparison, Decision, Measurement, Outcome, TrialResult, Verdict, to_dict
+from sweep.results import Comparison, Decision, Measurement, Outcome, TrialResult, Verdict
 
 NAME_LIMIT, PARAM_LIMIT, TAG_LIMIT = 250, 6000, 8000
-DATASET_NAME_LIMIT, DATASET_DIGEST_LIMIT = 500, 36
 #: The tag that MLflow's page shows as a run's description.
 NOTE = "mlflow.note.content"
 
@@ -323,26 +322,6 @@ def end_status(outcome: str) -> Literal["FINISHED", "FAILED"]:
 
 def _filled(tags: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in tags.items() if value}
-
-
-def dataset_of(result: TrialResult) -> dict[str, str] | None:
-    """Fields of MLflow's data set entity, or None where no data was read. The digest is the data's version."""
-    if not result.data_version:
-        return None
-    conf = result.config.get("workload", {}).get("data", {})
-    target = str(conf.get("_target_", "")) if isinstance(conf, dict) else ""
-    described = to_dict(result.data)
-    name = str(described.get("name") or target.rpartition(".")[2] or result.workload)
-    path = described.get("path")
-    # The two kinds of source that MLflow's page knows how to show: a place, or code that makes the data.
-    source = {"uri": str(path)} if path else {"tags": {"mlflow.source.name": target or result.workload}}
-    return {
-        "name": cut(name, DATASET_NAME_LIMIT),
-        "digest": result.data_version[:DATASET_DIGEST_LIMIT],
-        "source_type": "local" if path else "code",
-        "source": json.dumps(source),
-        "profile": json.dumps(described, default=str),
-    }
 
 
 # Texts within MLflow's limits

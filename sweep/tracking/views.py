@@ -16,6 +16,8 @@ import urllib.parse
 import zlib
 from typing import TYPE_CHECKING, Any
 
+from sweep.interrupts import whole
+from sweep.tracking.runs import best_effort
 from sweep.tracking.store import Store, client, experiment_id
 from sweep.tracking.values import CHECKPOINT, MICRO_BATCH, NOTE, OFFLOAD, STRATEGY
 
@@ -56,11 +58,27 @@ CATEGORIES = ("activation", "temporary", "gradient", "optimizer_state", "paramet
 CLOSED = ("memory/phase_peak", "predicted/at_peak", "predicted/phase_peak", "trial", "System metrics")
 
 
+@whole()
+def sweep_page(store: Store, run_id: str | None) -> str:
+    """Where MLflow's page shows a sweep: an address on a server; for a file what follows the address of `mlflow ui`.
+
+    The sweep's saved view where there is one, else its trials by a filter. Empty where the store does not say.
+    """
+    if run_id is not None:
+        with best_effort(f"the page of sweep {run_id}"):
+            experiment = client(store.uri).get_experiment(experiment_id(store))
+            saved = TAG + _key(run_id) in experiment.tags
+            query = {"viewStateShareKey": _key(run_id)} if saved else {"searchFilter": _trials_of(run_id)}
+            path = _path(experiment.experiment_id, query)
+            return f"{store.shown}/{path}" if store.served else path
+    return ""
+
+
+@best_effort("the views of MLflow's page")
 def save_views(store: Store, run_id: str, label: str, mode: str) -> None:
     """Keep views of this sweep, of all trials and of all sweeps with the experiment; its description says where.
 
-    run_id: the sweep's. label: what the sweep is called, unique among the sweeps. mode: as `TrialResult.mode`. Raises
-    what MLflow raises; nothing that was recorded depends on it.
+    run_id: the sweep's. label: what the sweep is called, unique among the sweeps. mode: as `TrialResult.mode`.
     """
     experiment = client(store.uri).get_experiment(experiment_id(store))
     tags, own = dict(experiment.tags), TAG + _key(run_id)
@@ -80,18 +98,6 @@ def save_views(store: Store, run_id: str, label: str, mode: str) -> None:
             client(store.uri).delete_experiment_tag(experiment.experiment_id, key)
     for key, value in wanted.items():
         client(store.uri).set_experiment_tag(experiment.experiment_id, key, value)
-
-
-def page_of(store: Store, run_id: str) -> str:
-    """Where a sweep is shown: a whole address for a server, else what to add to the address of `mlflow ui`.
-
-    The sweep's saved view where there is one, else its trials by a filter. Raises what MLflow raises.
-    """
-    experiment = client(store.uri).get_experiment(experiment_id(store))
-    saved = TAG + _key(run_id) in experiment.tags
-    query = {"viewStateShareKey": _key(run_id)} if saved else {"searchFilter": _trials_of(run_id)}
-    path = _path(experiment.experiment_id, query)
-    return f"{store.shown}/{path}" if store.served else path
 
 
 def understands_views(store: Store) -> bool:

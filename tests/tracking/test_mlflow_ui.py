@@ -1,4 +1,4 @@
-"""MLflow's own page in a real browser: real server, real Chromium, fifty trials recorded by the tracking code.
+"""MLflow's own page in a real browser: real server, real Chromium, forty trials recorded by the tracking code.
 
 What is asserted is what a person sees: names, columns, charts, previews. The trials are made up (made_up_sweep.py).
 """
@@ -34,7 +34,7 @@ class Recorded:
     page: Page
     store: Store  # what the page shows
     experiment: str
-    trials: list[TrialResult]  # of the sweep of fifty, judged
+    trials: list[TrialResult]  # of the sweep of forty, judged
     sweep: str  # its run id
     small: list[TrialResult]  # of the second sweep
     small_sweep: str

@@ -82,9 +82,6 @@ def test_a_sweep_and_its_trials(store: Store, tmp_path: Path, monkeypatch: pytes
     assert {name: child.data.tags[name] for name in expected} == expected
     assert "ok (cpu)" in child.data.tags[NOTE]
 
-    (data,) = child.inputs.dataset_inputs
-    assert (data.dataset.name, data.dataset.digest) == ("standard-library", result.data_version[:36])
-    assert (data.tags[0].key, data.tags[0].value) == ("mlflow.data.context", "training")
     assert artifacts(store, run.run_id) == ["config.yaml", "environment", "memory.html", "profile", "result.json"]
     assert artifacts(store, run.run_id, "profile") == ["profile/trace.json"]
     assert read_trial(fetched(store, run.run_id, "result.json", tmp_path / "a")) == result
@@ -103,11 +100,11 @@ def test_a_sweep_and_its_trials(store: Store, tmp_path: Path, monkeypatch: pytes
 
 def test_results_without_numbers(local: Store) -> None:
     with start(local) as run:
-        run.log(parts.planned(outcome="oom_device", error="wants 12 MiB more than there are", data_version=""))
+        run.log(parts.planned(outcome="oom_device", error="wants 12 MiB more than there are"))
     found = read(local, run.run_id)
     assert (found.info.status, found.data.tags["outcome"]) == ("FAILED", "oom_device")
     assert "12 MiB" in found.data.tags["error"]
-    assert (found.data.metrics, found.inputs.dataset_inputs) == ({"trial/wall_s": 0.0}, [])
+    assert found.data.metrics == {"trial/wall_s": 0.0}
 
     result = parts.finished(outcome="nan")
     assert result.measurement is not None
@@ -127,8 +124,7 @@ def test_odd_names_and_long_values(served: Store, tmp_path: Path) -> None:
     config = {"+odd@[key=": "value", "empty": "", "long": "x" * 20_000, "k" * 400: 1, "wide": wide, "mode": "measure"}
     changes: dict[str, Any] = {"config": config, "command": "c" * 20_000, "name": "trial " + "n" * 300}
     sweep = open_sweep(served, "n" * 300, description="d" * 20_000)
-    described = {"name": "d" * 2000, "text": "t" * 3000}
-    found = logged(served, parent=sweep, **changes, error="e" * 20_000, data=described, steps=1500)
+    found = logged(served, parent=sweep, **changes, error="e" * 20_000, steps=1500)
     close_sweep(served, sweep, report_markdown="| a | b |\n" * 2000)
     assert found.info.status == "FINISHED"
     assert len(found.data.params) == 255
@@ -136,7 +132,6 @@ def test_odd_names_and_long_values(served: Store, tmp_path: Path) -> None:
     assert len(found.data.params["long"]) == 6000
     assert len(found.data.tags["command"]) == len(found.data.tags["error"]) == 8000
     assert len(MlflowClient(served.uri).get_metric_history(found.info.run_id, "quality/train_loss")) == 1500
-    assert len(found.inputs.dataset_inputs[0].dataset.name) == 500
     assert yaml.safe_load(fetched(served, found.info.run_id, "config.yaml", tmp_path / "c").read_text()) == config
     assert len(read(served, sweep).data.tags[NOTE]) <= 8000
 
@@ -195,15 +190,12 @@ def test_a_trial_that_was_measured_and_not_recorded_whole_is_recorded_again(loca
         raise KeyboardInterrupt
     result = parts.finished(folder=folder)
     record_again(local, None, result)
-    found = read(local, run.run_id)
-    assert result.mlflow_run_id == run.run_id  # the one that it had
-    assert (found.info.status, found.data.tags["outcome"], found.data.tags["error"]) == ("FINISHED", "ok", "")
-    ended = found.info.end_time
-    record_again(local, None, result)  # known by now: nothing is written
-    assert read(local, run.run_id).info.end_time == ended
-    other = parts.finished(folder="elsewhere")
-    record_again(local, None, other)
-    assert other.mlflow_run_id != run.run_id
+    assert read(local, run.run_id).info.lifecycle_stage == "deleted"  # the half of it
+    found = read(local, result.mlflow_run_id)
+    assert (found.info.status, found.data.tags["outcome"]) == ("FINISHED", "ok")
+    again = parts.finished(folder=folder)
+    record_again(local, None, again)  # known by now: nothing is written
+    assert again.mlflow_run_id == result.mlflow_run_id
 
 
 def test_a_run_of_another_kind(local: Store, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from enum import Enum
 from typing import Any
@@ -19,7 +18,6 @@ from sweep.tracking.values import (
     TAG_LIMIT,
     color_of,
     cut_markdown,
-    dataset_of,
     decision_metrics_of,
     knobs_of,
     metrics_of,
@@ -189,7 +187,7 @@ def test_differences_carry_their_intervals() -> None:
     assert (logged["quality/loss_difference_low"], logged["quality/loss_difference_high"]) == (-0.02, 0.04)
 
 
-# Tags, texts, data
+# Tags, texts
 
 
 def test_tags() -> None:
@@ -229,17 +227,3 @@ def test_texts_are_cut_where_nothing_is_torn_apart() -> None:
     assert one_line(error) == "cannot open postgresql://me:***@host/db"
     assert one_line(ValueError()) == "ValueError"
     assert len(one_line(ValueError("x" * 1000))) < 310
-
-
-def test_dataset_fields() -> None:
-    fields = dataset_of(parts.finished())
-    assert fields is not None
-    assert fields["name"] == "standard-library"
-    assert fields["digest"] == "0123456789abcdef0123456789abcdef0123"  # MLflow holds 36 characters
-    assert json.loads(fields["source"]) == {"tags": {"mlflow.source.name": "sweep.workload.data.StandardLibrary"}}
-    assert json.loads(fields["profile"])["files"] == 700
-    fields = dataset_of(parts.finished(data={"path": "/data/book.txt"}))
-    assert fields is not None
-    assert (fields["name"], fields["source_type"]) == ("StandardLibrary", "local")
-    assert json.loads(fields["source"]) == {"uri": "/data/book.txt"}
-    assert dataset_of(parts.finished(data_version="")) is None
