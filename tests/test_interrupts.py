@@ -135,7 +135,7 @@ def statement(monkeypatch: pytest.MonkeyPatch, which: int, then: Callable[[], No
         monkeypatch.setattr(DefaultDialect, name, run)
 
 
-@pytest.mark.parametrize("which", [1, 2, 4, 8])
+@pytest.mark.parametrize("which", [1, 2, 4, 6])
 def test_an_interrupt_inside_of_a_statement_leaves_no_lock_and_no_run_running(
     which: int, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
