@@ -43,9 +43,10 @@ def write_report(judged: list[Judged], folder: Path, *, command: str = "", most:
     """
     report = build(judged, folder, command, most=most)
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(report.data(), report.json_path)  # what was measured is worth more than its pictures
+    data = report.data()
+    write_json(data, report.json_path)  # what was measured is worth more than its pictures
     report.plots = drawn(lambda plots: plots.draw(report)) or []
-    write_json(report.data(), report.json_path)
+    write_json(data | {"plots": [path.name for path in report.plots]}, report.json_path)
     report.markdown_path.write_text(markdown(report), encoding="utf-8")
     from sweep.report.html import html  # only now: jinja2 is not needed to print
 

@@ -130,7 +130,7 @@ class Survey:
 
     def words(self) -> list[tuple[str, str]]:
         """Where the choice changes: each setting, and what is chosen under it."""
-        s, axes = self.sensitivity, self.sensitivity.axes
+        s, axes = self.sensitivity, list(self.sensitivity.axes)
         axes += [AXES[key] for key in self.keys if AXES[key] not in axes]
         return [words_of(s, axis, s.spans(axis)) for axis in axes]
 

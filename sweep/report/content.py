@@ -12,6 +12,7 @@ from sweep.config.strategy_names import batch_of, strategy_of
 from sweep.decide.causes import parts_of
 from sweep.decide.reasons import LASTING
 from sweep.format import EVIDENCE_SHORT, NOT_KNOWN, OUTCOME_WORDS, count, error, loss, mib, ms, number, percent
+from sweep.report import phrases
 from sweep.report.blocks import DETAIL, USEFUL, Block, Column, Commands, Heading, Picture, Points, Table, Text
 from sweep.report.data import Report, Row, Section, ranked, shown_path, state_of
 from sweep.report.notes import (
@@ -21,6 +22,7 @@ from sweep.report.notes import (
     drift_words,
     equality_words,
     evidence_line,
+    evidence_of,
     largest_line,
     next_lines,
     noise_words,
@@ -38,20 +40,7 @@ from sweep.report.notes import (
     time_words,
     verdict_line,
 )
-from sweep.report.phrases import (
-    PART_WORDS,
-    change_words,
-    conclusion,
-    explanation,
-    finding,
-    moment,
-    next_action,
-    operator_words,
-    part,
-    parts,
-    sentence,
-    strategy_words,
-)
+from sweep.report.phrases import PART_WORDS, change_words, operator_words, sentence
 from sweep.results import RANGES, Category, Change, Evidence, Outcome, Peak, Prediction
 
 #: Sentences that a reader takes in, and trials whose words are not read one by one any more.
@@ -65,7 +54,7 @@ def screen(section: Section) -> list[Block]:
     c, shown = section.comparison, "prediction" if section.predicts else "trial"
     quality = quality_lines(section)
     findings = finding_lines(section)[: 1 if section.predicts else 2]
-    survival = [("Other budgets:", sentence(section.survival[0]))] if section.survival else []
+    survival = [("Other budgets:", sentence(line)) for line in phrases.survival(section.sensitivity)[:1]]
     return [
         Heading(f"{section.title}: {count(len(section.rows), shown)}", 1),
         Text(against_line(section)),
@@ -78,13 +67,13 @@ def screen(section: Section) -> list[Block]:
         Heading("Prediction against measurement (peak allocated)"),
         Points([("", line) for line in prediction_lines(section)]),
         Heading(f"Verdict: {verdict_line(section)}"),
-        Text(says(section, conclusion(c, section.results))),
+        Text(says(section, phrases.conclusion(c, section.results))),
         Points(
             [
                 *(("Why:", says(section, words)) for words in because(section)),
                 *(("Finding:", f"{name}: {sentence(line, first=False)}") for name, line in findings),
                 *survival,
-                ("Next:", sentence(next_action(c, section.results), first=False)),
+                ("Next:", sentence(phrases.next_action(c, section.results), first=False)),
             ]
         ),
         _blocked(section),
@@ -96,8 +85,8 @@ def page(section: Section) -> list[Block]:
     c = section.comparison
     return [
         Heading(section.title, 1),
-        Text(says(section, conclusion(c, section.results)), f"Verdict: {verdict_line(section)}."),
-        Text(sentence(next_action(c, section.results), first=False), "Next:"),
+        Text(says(section, phrases.conclusion(c, section.results)), f"Verdict: {verdict_line(section)}."),
+        Text(sentence(phrases.next_action(c, section.results), first=False), "Next:"),
         *(Text(note) for note in section.notes),
         Text(against_line(section), quiet=True),
         overview(section),
@@ -114,7 +103,7 @@ def page(section: Section) -> list[Block]:
         Heading("Does it hold?"),
         *hold(section),
         Heading("What next?"),
-        Text(says(section, next_action(c, section.results))),
+        Text(says(section, phrases.next_action(c, section.results))),
         _blocked(section),
         *_what_if(section),
         Points([("", line) for line in table_notes(section)], "How to read the tables", DETAIL),
@@ -198,6 +187,8 @@ def overview(section: Section) -> Table:
     peak = column("peak MiB", lambda r: number(r.peak_mib))
     peak.shares, peak.mark = _bars([r.peak_mib for r in rows], section.comparison.cap_mib)
     fast = column("speed", lambda r: speed(r) if r.step_ms is not None else NOT_KNOWN)
+    if all(cell == NOT_KNOWN for cell in fast.cells):  # no baseline ran
+        fast = column("samples/s", lambda r: number(r.measured.samples_per_s if r.measured else None))
     fast.shares = _bars([r.measured.samples_per_s if r.measured else None for r in rows])[0]
     columns = [
         name,
@@ -317,7 +308,7 @@ def _pressure_words(section: Section) -> str:
 def changed(section: Section) -> list[Block]:
     """What is equal for all trials, and what each changes."""
     names = Column("strategy", [r.name for r in section.rows], words=True)
-    told = [strategy_words(strategy_of(r.result), batch_of(r.result)) for r in section.rows]
+    told = [phrases.strategy_words(strategy_of(r.result), batch_of(r.result)) for r in section.rows]
     does = Column("what it does", told, words=True)
     return [Text(f"Only the strategy. {fixed_words(section)}"), _trials(section, [names, does], USEFUL)]
 
@@ -326,32 +317,28 @@ def fixed_words(section: Section) -> str:
     """What all trials of a comparison have in common."""
     first, c = section.results[0], section.comparison
     workload = first.config.get("workload") or {}
-    optimizer = workload.get("optimizer") or {}
+    optimizer, rate = workload.get("optimizer") or {}, (workload.get("optimizer") or {}).get("lr")
     parts = [c.workload]
     if first.parameters is not None:
         blocks = f" in {count(first.blocks, 'block')}" if first.blocks else ""
-        parts[0] += f" with {parameters_words(first.parameters)} parameters{blocks}"
-    if workload.get("global_batch_size") is not None:
-        parts.append(f"{count(int(workload['global_batch_size']), 'sample')} per optimizer step")
-    if workload.get("seq_len") is not None:
-        parts.append(f"sequences of {workload['seq_len']}")
-    if workload.get("dtype") is not None:
-        parts.append(str(workload["dtype"]))
-    if optimizer.get("name") or optimizer.get("lr") is not None:
-        rate = f" with learning rate {optimizer['lr']:g}" if isinstance(optimizer.get("lr"), (int, float)) else ""
-        parts.append(f"{optimizer.get('name') or 'optimizer'}{rate}")
-    if workload.get("seed") is not None:
-        parts.append(f"seed {workload['seed']}")
-    if first.data_version:
-        parts.append(f"data {first.data_version[:12]}")
+        parts[0] += f" with {_parameters(first.parameters)} parameters{blocks}"
+    known = {
+        "global_batch_size": "{} samples per optimizer step",
+        "seq_len": "sequences of {}",
+        "dtype": "{}",
+        "seed": "seed {}",
+    }
+    parts += [words.format(workload[key]) for key, words in known.items() if workload.get(key) is not None]
+    if optimizer.get("name") or rate is not None:
+        at = f" with learning rate {rate:g}" if isinstance(rate, (int, float)) else ""
+        parts.append(f"{optimizer.get('name') or 'optimizer'}{at}")
+    parts += [f"data {first.data_version[:12]}"] if first.data_version else []
     return f"Equal for all trials on {c.device}: {', '.join(parts)}."
 
 
-def parameters_words(parameters: int) -> str:
-    for size, unit in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
-        if parameters >= size:
-            return f"{parameters / size:.3g} {unit}"
-    return str(parameters)
+def _parameters(n: int) -> str:
+    sizes = ((1e9, " billion"), (1e6, " million"), (1e3, " thousand"), (1.0, ""))
+    return next((f"{n / size:.3g}{unit}" for size, unit in sizes if n >= size), "0")
 
 
 def saved(section: Section) -> list[Block]:
@@ -371,23 +358,19 @@ def saved(section: Section) -> list[Block]:
 def _saved_words(section: Section) -> str:
     """The saving of the preferred trial, or what could be saved where it is the baseline or there is none."""
     row = section.preferred
-    how = lambda r: EVIDENCE_SHORT.get(r.result.evidence, r.result.evidence)
-    if row is not None and not row.is_baseline and row.decision.saved_mib is not None:
+    if row is not None and not row.is_baseline:
         size = row.decision.saved_mib
+        if size is None:
+            return f"{row.name} takes {mib(row.peak_mib)}; what that saves is not known: there is no baseline."
         what = "saves" if size > 0 else "saves nothing: it takes more, by"
-        share = f" ({percent(abs(row.saved_ratio or 0.0))} of the baseline's peak)"
-        return f"{row.name} {what} {mib(abs(size))}{share}, {how(row)}."
-    if row is not None and row.is_baseline:
-        words = "The preferred trial is the baseline, which saves nothing (0 MiB)."
-    elif row is not None:
-        words = f"{row.name} takes {mib(row.peak_mib)}; what that saves is not known: there is no baseline."
-    else:
-        words = "No trial is accepted, so nothing is saved yet (0 MiB)."
+        share = f"{percent(abs(row.saved_ratio or 0.0))} of the baseline's peak"
+        return f"{row.name} {what} {mib(abs(size))} ({share}), {evidence_of(row)}."
+    kept = "The preferred trial is the baseline, which saves" if row is not None else "No trial is accepted: that saves"
     most = max(section.candidates, key=lambda r: r.decision.saved_mib or 0.0, default=None)
-    if most is None or not most.decision.saved_mib or most.decision.saved_mib <= 0:
-        return words
-    saves = f"{mib(most.decision.saved_mib)} ({percent(most.saved_ratio)})"
-    return f"{words} Most could be saved by {most.name}: {saves}, {how(most)}."
+    if most is None or (most.decision.saved_mib or 0.0) <= 0:
+        return f"{kept} nothing (0 MiB)."
+    saves = f"{mib(most.decision.saved_mib)} ({percent(most.saved_ratio)}), {evidence_of(most)}"
+    return f"{kept} nothing (0 MiB). Most could be saved by {most.name}: {saves}."
 
 
 # -- what did it cost? ------------------------------------------------------------------------------------------------
@@ -395,34 +378,25 @@ def _saved_words(section: Section) -> str:
 
 def cost(section: Section) -> list[Block]:
     if section.predicts:
-        return _predicted_cost(section)
+        words = f"are not known: nothing was run (0 of {count(len(section.rows), 'trial')})"
+        theory = "Theoretical, from what a step would do:"
+        table, pays = overview(section), ("strategy", "would move MiB", "transfer ms", "recompute")
+        table.columns = [c for c in table.columns if c.header in pays]
+        return [Text(f"Time, quality and host memory {words}. {theory}"), table]
     timed = [r for r in section.candidates if r.step_ms is not None]
     row = section.preferred or min(timed, key=lambda r: r.step_ms or 0.0, default=None)
     if row is None or row.step_ms is None:
         return [Text(f"Not known: no trial was timed (0 of {count(len(section.rows), 'trial')}).")]
     kind = "the preferred trial" if row is section.preferred else "not accepted; the fastest that was timed"
-    title = f"{row.name} ({kind}, {EVIDENCE_SHORT.get(row.result.evidence, row.result.evidence)})"
     return [
-        Points(_cost_points(section, row), title),
+        Points(
+            [("Time:", time_words(section, row)), ("Quality:", quality_words(row))],
+            f"{row.name} ({kind}, {evidence_of(row)})",
+        ),
         _cost_table(section),
         Picture("pareto", "Peak memory against throughput"),
         Picture("loss", "Training loss against the baseline's, and held-out loss"),
     ]
-
-
-def _cost_points(section: Section, row: Row) -> list[tuple[str, str]]:
-    m = row.measured
-    assert m is not None
-    host = "not known: the ledger saw no step."
-    if row.host_peak_mib is not None:
-        host = f"{mib(row.host_peak_mib)} of copies at most (the ledger's)."
-    moved = "0 MiB per step."
-    if row.moved_mib:
-        rate = f", {mib(1000 * row.moved_mib / m.step_ms)} per second" if m.step_ms else ""
-        moved = f"{mib(m.to_host_mib)} to the host and {mib(m.from_host_mib)} back per step{rate}."
-    points = [("Time:", time_words(section, row)), ("Quality:", quality_words(row))]
-    return [*points, ("Host memory:", host), ("Moved:", moved)]
-
 
 
 def _cost_table(section: Section) -> Table:
@@ -443,29 +417,15 @@ def _cost_table(section: Section) -> Table:
     return _trials(section, columns)
 
 
-def _predicted_cost(section: Section) -> list[Block]:
-    rows = [section.preferred, *section.candidates]
-    row = next((r for r in rows if r is not None and r.predicted is not None), None)
-    if row is None or row.predicted is None:
-        return [Text("Nothing is known of it: 0 trials were run or predicted.")]
-    p = row.predicted
-    transfer = f" ({ms(p.transfer_round_trip_ms)} at the link's bandwidth)" if p.transfer_round_trip_ms else ""
-    words = (
-        "Time, quality and host memory are not known: nothing was run. Theoretical, from what a step would do: "
-        f"{row.name} would recompute {percent(p.recompute_flops_ratio)} of a step's FLOPs and move "
-        f"{mib(p.to_host_mib + p.from_host_mib)} per step{transfer}."
-    )
-    return [Text(words)]
-
-
 # -- why? -------------------------------------------------------------------------------------------------------------
 
 
 def why(section: Section) -> list[Block]:
     explained = [r for r in section.candidates if r.explanation is not None]
-    if not explained and not section.why:
+    causes = phrases.causes(section.causes)
+    if not explained and not causes:
         return [Text("Not known: there are not two trials with a peak to compare (0 explanations).")]
-    lines = [("", says(section, line)) for line in section.why]
+    lines = [("", says(section, line)) for line in causes]
     told = next((r for r in explained if r is section.preferred), None)
     others = [("", _told(r)) for r in explained if r is not told]
     if len(others) > MOST_TRIALS:
@@ -488,7 +448,7 @@ def why(section: Section) -> list[Block]:
 def _told(row: Row) -> str:
     """A trial's explanation, which begins with its name."""
     assert row.explanation is not None
-    words = " ".join(explanation(row.explanation))
+    words = " ".join(phrases.explanation(row.explanation))
     return words if words.startswith(row.name) else f"{row.name}: {words}"
 
 
@@ -496,11 +456,11 @@ def finding_lines(section: Section) -> list[tuple[str, str]]:
     """Names of trials and a finding, the preferred trial's first; one that several share is told once."""
     found: dict[str, tuple[str, list[str]]] = {}
     for row in sorted(section.candidates, key=lambda r: r is not section.preferred):
-        for one in row.explanation.findings if row.explanation is not None else []:
-            if one.code != "disturbed":  # told by another answer
-                found.setdefault(one.code, (finding(one), []))[1].append(row.name)
-    alike_words = lambda names: f" (and {', '.join(names)} alike)" if names else ""
-    return [(names[0] + alike_words(names[1:]), line) for line, names in found.values()]
+        for finding in row.explanation.findings if row.explanation is not None else []:
+            if finding.code != "disturbed":  # told where it is asked what disturbed
+                found.setdefault(finding.code, (phrases.finding(finding), []))[1].append(row.name)
+    alike = lambda names: f" (and {', '.join(names)} alike)" if names else ""
+    return [(names[0] + alike(names[1:]), line) for line, names in found.values()]
 
 
 def because(section: Section) -> list[str]:
@@ -509,14 +469,15 @@ def because(section: Section) -> list[str]:
     told = row.explanation if row is not None else None
     if row is None or told is None or section.predicts:
         # What fills the baseline's peak is shown beside this already.
-        return section.why[section.causes.baseline is not None :][: 4 if section.predicts else 2]
+        shared = phrases.causes(section.causes)[section.causes.baseline is not None :]
+        return shared[: 4 if section.predicts else 2]
     lines = []
     if told.peak is not None:
-        before, after = moment(told.before), moment(told.after)
+        before, after = phrases.moment(told.before), phrases.moment(told.after)
         where = f"from {before} to {after}" if told.before != told.after else f"in {after} as before"
-        lines.append(f"peak {signed(told.peak.total)} MiB, {where}: {parts(told.peak, 3) or NOT_KNOWN}")
+        lines.append(f"peak {signed(told.peak.total)} MiB, {where}: {phrases.parts(told.peak, 3) or NOT_KNOWN}")
     if told.time is not None and not (row.decision.step is not None and row.decision.step.none):
-        lines.append(f"step {signed(told.time.total)} ms: {parts(told.time, 3) or NOT_KNOWN}")
+        lines.append(f"step {signed(told.time.total)} ms: {phrases.parts(told.time, 3) or NOT_KNOWN}")
     return lines
 
 
@@ -527,18 +488,18 @@ def _changes(section: Section, which: str) -> list[Block]:
         return []
     size: dict[str, float] = {}
     for _, change in changes:
-        for term in change.parts:
-            size[term.name] = max(size.get(term.name, 0.0), abs(term.value))
+        for part in change.parts:
+            size[part.name] = max(size.get(part.name, 0.0), abs(part.value))
     names = [n for n in sorted(size, key=lambda n: -size[n]) if size[n] > SMALL * max(size.values())]
     rows = []
     for row, change in changes:
-        values = {term.name: term.value for term in change.parts}
-        cells = [signed(values[n]) if n in values else "0" for n in names]
+        parts = {part.name: part.value for part in change.parts}
+        cells = [signed(parts[n]) if n in parts else "0" for n in names]
         if len(names) < len(size):
-            cells.append(signed(sum(value for name, value in values.items() if name not in names)))
+            cells.append(signed(sum(value for name, value in parts.items() if name not in names)))
         rows.append([row.name, number(change.before), *cells, signed(change.residual), number(change.after)])
     small = ["smaller parts"] if len(names) < len(size) else []
-    table = Table.of(["strategy", "before", *map(part, names), *small, "not explained", "after"], rows)
+    table = Table.of(["strategy", "before", *map(phrases.part, names), *small, "not explained", "after"], rows)
     how = EVIDENCE_SHORT.get(changes[0][0].result.evidence, changes[0][0].result.evidence)
     what = "Peak" if which == "peak" else "Step time"
     table.title = f"{what} in {changes[0][1].unit}: before + parts + what is not explained = after ({how})"
@@ -606,9 +567,10 @@ def hold(section: Section) -> list[Block]:
     if section.predicts:
         predicted = "nothing was measured here to hold them against (0 trials)"
     points.append(("Predicted peaks:", predicted))
+    survival = phrases.survival(section.sensitivity)
     return [
         Points([(lead, says(section, words)) for lead, words in points]),
-        Points([("", says(section, line)) for line in section.survival], "Under other budgets", USEFUL),
+        Points([("", says(section, line)) for line in survival], "Under other budgets", USEFUL),
         Picture("budgets", "Which trial is preferred under which budget"),
     ]
 

@@ -145,6 +145,7 @@ class Row:
         r, m, v, p = self.result, self.measured, self.result.verification, self.predicted
         found = _picked(r, "name strategy outcome evidence is_baseline error command folder mlflow_run_id")
         found |= _picked(r, "prediction_error trace verification") | to_dict(self.decision)
+        found |= {"why": phrases.why(r, self.decision), "next_action": phrases.advice(self.decision.advice)}
         found |= _picked(m, "step_ms step_ms_low step_ms_high step_ms_ci_low step_ms_ci_high samples_per_s")
         found |= _picked(m, "tokens_per_s to_host_mib from_host_mib phases_ms eval_loss")
         found |= {
@@ -155,8 +156,6 @@ class Row:
             "peak": self.peak if self.peak_was_seen else None,
             "at_peak_mib": self.peak.at_peak_mib if self.peak is not None else {},
             "explanation": self.explanation,
-            "why": phrases.why(r, self.decision),
-            "next_action": phrases.advice(self.decision.advice),
             "predicted": None,
         }
         if p is not None:
@@ -183,10 +182,8 @@ class Section:
     comparison: Comparison
     rows: list[Row]
     unseen: list[Row]  # in report.json only
-    why: list[str] = field(default_factory=list)  # what the trials have in common and where they differ, in sentences
-    causes: Causes = field(default_factory=Causes)
-    survival: list[str] = field(default_factory=list)  # whether the choice would survive other budgets
-    sensitivity: Sensitivity | None = None  # of all trials
+    causes: Causes  # what the trials that are shown have in common and where they differ
+    sensitivity: Sensitivity  # of all trials
     notes: list[str] = field(default_factory=list)  # what is left out, and what is not as it seems; whole sentences
 
     @property
@@ -222,15 +219,15 @@ class Section:
         candidates = [*self.candidates, *self.unseen]
         return {
             **{k: v for k, v in to_dict(self.comparison).items() if k != "decisions" and not k.endswith("_index")},
-            "why": phrases.conclusion(self.comparison, self.results),
-            "next_action": phrases.next_action(self.comparison, self.results),
-            "against": phrases.against(self.comparison, self.results),
             "budget": plain(self.group.budget),
             "capacity_mib": self.group.capacity_mib,
             "baseline": None if self.baseline is None else self.baseline.data(),
             "candidates": [r.data() for r in candidates],
-            "explanation": self.why,
-            "survival": self.survival,
+            "why": phrases.conclusion(self.comparison, self.results),
+            "next_action": phrases.next_action(self.comparison, self.results),
+            "against": phrases.against(self.comparison, self.results),
+            "explanation": phrases.causes(self.causes),
+            "survival": phrases.survival(self.sensitivity),
             "notes": self.notes,
             **_picked(first, "data_version parameters block_patterns block_share environment"),
         }
@@ -247,17 +244,9 @@ class Report:
     plots: list[Path] = field(default_factory=list)
     options: str = ""  # of `python -m sweep.report`, where another budget than the sweep's is judged by
 
-    @property
-    def json_path(self) -> Path:
-        return self.folder / "report.json"
-
-    @property
-    def markdown_path(self) -> Path:
-        return self.folder / "report.md"
-
-    @property
-    def html_path(self) -> Path:
-        return self.folder / "report.html"
+    def __post_init__(self) -> None:
+        names = ("report.json", "report.md", "report.html")
+        self.json_path, self.markdown_path, self.html_path = (self.folder / name for name in names)
 
     @property
     def files(self) -> list[Path]:
@@ -288,24 +277,14 @@ def build(judged: Sequence[Judged], folder: Path, command: str = "", *, most: in
 
 def _section(group: Group, c: Comparison, most: int) -> Section:
     results = group.results
-    best = set(ranked(results, c)[: most + sum(r.is_baseline for r in results)])
-    shown = [i for i in range(len(results)) if i in best]
-    places = {i: place for place, i in enumerate(shown)}
-    causes = explain(
-        [results[i] for i in shown],
-        replace(
-            c,
-            decisions=[c.decisions[i] for i in shown],
-            baseline_index=None if c.baseline_index is None else places[c.baseline_index],
-            preferred_index=None if c.preferred_index is None else places.get(c.preferred_index),
-        ),
-    )
-    rows = [Row(results[i], c.decisions[i], why) for i, why in zip(shown, causes.trials)]
-    unseen = [Row(r, d) for i, (r, d) in enumerate(zip(results, c.decisions)) if i not in best]
-    section = Section(group, c, rows, unseen)
-    section.causes, section.why = causes, phrases.causes(causes)
-    section.sensitivity = Sensitivity(results, group.budget, group.capacity_mib, c)
-    section.survival = phrases.survival(section.sensitivity)
+    best = sorted(ranked(results, c)[: most + sum(r.is_baseline for r in results)])
+    shown = [results[i] for i in best]
+    place = {old: new for new, old in enumerate(best)}
+    index = {k: place.get(getattr(c, k)) for k in ("baseline_index", "preferred_index")}
+    causes = explain(shown, replace(c, decisions=[c.decisions[i] for i in best], **index))  # type: ignore[arg-type]
+    rows = [Row(results[i], c.decisions[i], why) for i, why in zip(best, causes.trials)]
+    unseen = [Row(r, d) for i, (r, d) in enumerate(zip(results, c.decisions)) if i not in place]
+    section = Section(group, c, rows, unseen, causes, Sensitivity(results, group.budget, group.capacity_mib, c))
     if unseen:
         section.notes.append(
             f"Shown: the best {len(rows)} of {count(len(results), 'trial')}; all are in report.json. How the choice "

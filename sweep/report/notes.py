@@ -8,8 +8,9 @@ from collections.abc import Iterable
 
 from sweep.decide.verdict import UNDECIDED
 from sweep.format import EVIDENCE_SHORT, NOT_KNOWN, count, error, loss, mib, ms, number, percent, ratio, signed_loss
+from sweep.report import phrases
 from sweep.report.data import Row, Section
-from sweep.report.phrases import CATEGORY_WORDS, advice, against, capital, disturbances, quality_why, sentence, why
+from sweep.report.phrases import CATEGORY_WORDS, capital, sentence
 from sweep.results import CONFIDENCE, Drift, Evidence, Holder, Peak, Quality, Verification
 
 #: Half the distance between the quartiles over the median: from here on a step time is called noisy.
@@ -52,7 +53,7 @@ def evidence_line(section: Section) -> str:
 def against_line(section: Section) -> str:
     c = section.comparison
     cap = f" Cap: {mib(c.cap_mib)} ({c.cap_source})." if c.cap_mib is not None else ""
-    return f"{evidence_line(section)} {sentence(f'Against {against(c, section.results)}')}{cap}"
+    return f"{evidence_line(section)} {sentence(f'Against {phrases.against(c, section.results)}')}{cap}"
 
 
 def verdict_line(section: Section) -> str:
@@ -67,8 +68,9 @@ def next_lines(section: Section) -> list[tuple[str, str]]:
         d = row.decision
         if d.verdict != "accept":
             reasons = f" ({', '.join(d.reasons)})" if d.reasons else ""
-            then = f" Next: {sentence(advice(d.advice), first=False)}" if d.advice is not None else ""
-            lines.append((f"{row.name} {d.verdict}{reasons}:", f"{sentence(why(row.result, d), first=False)}{then}"))
+            then = f" Next: {sentence(phrases.advice(d.advice), first=False)}" if d.advice is not None else ""
+            why = sentence(phrases.why(row.result, d), first=False)
+            lines.append((f"{row.name} {d.verdict}{reasons}:", f"{why}{then}"))
     return lines
 
 
@@ -187,7 +189,7 @@ def disturbed_words(section: Section) -> str:
     """Whose times are unreliable."""
     disturbed, of = [r for r in section.rows if r.decision.disturbed], count(len(section.rows), "trial")
     if disturbed:
-        told = [f"{r.name} ({disturbances(r.decision.disturbed)})" for r in disturbed]
+        told = [f"{r.name} ({phrases.disturbances(r.decision.disturbed)})" for r in disturbed]
         return f"{len(disturbed)} of {of}: {', '.join(told)}"
     runs = [run for r in section.rows if r.measured is not None for run in r.measured.runs]
     observed = sum(run.conditions is not None for run in runs)
@@ -240,9 +242,9 @@ def quality_words(row: Row) -> str:
         return "held-out loss was not evaluated (measure.eval_batches=0)."
     if row.is_baseline or q is None:
         return f"held-out loss {loss(row.eval_loss)}."
-    verdict = {"equal": "equal to the baseline's", "unknown": "not known"}
-    than = verdict.get(q.verdict, f"{q.verdict} than the baseline")
-    return f"held-out loss {loss(q.loss)}, {than}: {quality_why(q)}."
+    words = {"equal": "equal to the baseline's", "unknown": "not known"}
+    verdict = words.get(q.verdict, f"{q.verdict} than the baseline's")
+    return f"held-out loss {loss(q.loss)}, {verdict}: {phrases.quality_why(q)}."
 
 
 def quality_lines(section: Section) -> list[str]:

@@ -21,11 +21,11 @@ from sweep.decide.causes import parts_of
 from sweep.decide.statistics import Curves, curves
 from sweep.format import EVIDENCE_SHORT, count, mib, number
 from sweep.report.budgets import FLOORS, GATES, Survey
-from sweep.report.content import SMALL, change_of, signed
+from sweep.report.content import SMALL, change_of, moment_words, signed
 from sweep.report.data import Report, Row, Section
-from sweep.report.phrases import PART_WORDS, moment, shown
+from sweep.report.phrases import PART_WORDS, shown
 from sweep.report.phrases import part as part_words
-from sweep.results import Category, Change, Evidence, Moment, Part, Phase, Timeline, Verdict
+from sweep.results import Category, Change, Evidence, Part, Phase, Timeline, Verdict
 
 #: Okabe and Ito's palette, which the colour-blind can tell apart.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
@@ -299,7 +299,7 @@ _MOST_NAMES, _NEAR = 15, 0.045
 def budgets(section: Section) -> Figure | None:
     """For a sweep's own report; None where no memory cap changes the choice."""
     s = section.sensitivity
-    if s is None or len(s.results) < 2 or len({x.answer.preferred_index for x in s.spans(MEMORY)}) < 2:
+    if len(s.results) < 2 or len({x.answer.preferred_index for x in s.spans(MEMORY)}) < 2:
         return None
     return regions(Survey(section.title, s, [], []))
 
@@ -312,31 +312,23 @@ def regions(found: Survey) -> Figure:
     s = found.sensitivity
     floors = [a for a in FLOORS if a.key in found.keys] or [a for a in FLOORS if s.matters(a)]
     upright: list[Axis | None] = [*floors[:1], *[a for a in GATES if a.key in found.keys][:1]]
-    areas = {y: s.areas(MEMORY, y) for y in upright if y is not None}
     upright = upright or [None]
     strip = [Area(x.low, x.high, 0.0, 1.0, x.answer.preferred_index) for x in s.spans(MEMORY)]
-    figure = _figure(8.5, 1.1 + (4.3 * len(upright) if areas else 2.0))
-    panels = figure.subplots(len(upright), 1, squeeze=False)[:, 0]
-    used = sorted({a.preferred_index for own in [*areas.values(), strip] for a in own if a.preferred_index is not None})
-    # Where there are colours for all, a trial has the one that it has in every other picture.
-    few = len(s.results) < len(COLOURS)
+    areas = [strip if y is None else s.areas(MEMORY, y) for y in upright]
+    figure = _figure(8.5, 1.1 + (2.0 if upright == [None] else 4.3 * len(upright)))
+    used = sorted({a.preferred_index for own in areas for a in own if a.preferred_index is not None})
     styles: dict[int | None, Any] = {None: {"facecolor": "#ECECEC", "hatch": "//", "edgecolor": "#BDBDBD"}}
     for n, i in enumerate(used):
-        place = i if few else n
-        hatch = HATCHES[place // 7 % len(HATCHES)]
-        styles[i] = {"facecolor": COLOURS[place % 7], "hatch": hatch, "edgecolor": "white"}
-    sizes: dict[int | None, float] = {}
-    marks: dict[str, Artist] = {}
-    for axes, y in zip(panels, upright):
-        own = strip if y is None else areas[y]
-        _panel(axes, found, y, own, styles, sizes, marks)
-    largest = sorted(used, key=lambda i: -sizes.get(i, 0.0))[:_MOST_NAMES]
-    legend: dict[str, Artist] = {short(s.results[i].name): Patch(**styles[i]) for i in sorted(largest)}
+        # Where there are colours for all, a trial has the one that it has in every other picture.
+        place = i if len(s.results) < len(COLOURS) else n
+        styles[i] = {"facecolor": COLOURS[place % 7], "hatch": HATCHES[place // 7 % len(HATCHES)], "edgecolor": "white"}
+    legend: dict[str, Artist] = {short(s.results[i].name): Patch(**styles[i]) for i in used[:_MOST_NAMES]}
     legend["nothing is accepted"] = Patch(**styles[None])
-    if len(used) > len(largest):
-        more = count(len(used) - len(largest), "smaller region")
-        legend[f"{more}: see sensitivity.json"] = Line2D([], [], linestyle="")
-    legend |= marks
+    if len(used) > _MOST_NAMES:
+        more = f"{count(len(used) - _MOST_NAMES, 'more region')}: see sensitivity.json"
+        legend[more] = Line2D([], [], linestyle="")
+    for axes, y, own in zip(figure.subplots(len(upright), 1, squeeze=False)[:, 0], upright, areas):
+        _panel(axes, found, y, own, styles, legend)
     evidence = EVIDENCE_SHORT.get(s.present.evidence, "")
     figure.suptitle(f"{found.title}: the choice under other budgets ({evidence})", fontsize=11)
     figure.legend(list(legend.values()), list(legend), fontsize=8, loc="outside lower center", ncols=3)
@@ -344,38 +336,29 @@ def regions(found: Survey) -> Figure:
 
 
 def _panel(
-    axes: Axes,
-    found: Survey,
-    y: Axis | None,
-    areas: list[Area],
-    styles: dict[int | None, Any],
-    sizes: dict[int | None, float],
-    marks: dict[str, Artist],
+    axes: Axes, found: Survey, y: Axis | None, areas: list[Area], styles: Any, legend: dict[str, Artist]
 ) -> None:
-    """The regions, exact edges on the far sides, what was asked about, the present budget, and what is not known."""
+    """The regions with their exact edges, what was asked about, the present budget, and what is not known."""
     s = found.sensitivity
     x_low, x_high = _window(found, MEMORY, [e for a in areas for e in (a.x_low, a.x_high)])
     y_low, y_high = _window(found, y, [e for a in areas for e in (a.y_low, a.y_high)]) if y is not None else (0.0, 1.0)
+    across = lambda value: min(max(value, x_low), x_high)
+    up = lambda value: min(max(value, y_low), y_high)
     for a in areas:
-        left, right = (min(max(e, x_low), x_high) for e in (a.x_low, a.x_high))
-        bottom, top = (min(max(e, y_low), y_high) for e in (a.y_low, a.y_high))
-        if right > left and top > bottom:
-            share = (right - left) * (top - bottom) / (x_high - x_low) / (y_high - y_low)
-            sizes[a.preferred_index] = sizes.get(a.preferred_index, 0.0) + share
-            style = styles[a.preferred_index]
-            axes.add_patch(Rectangle((left, bottom), right - left, top - bottom, linewidth=0.6, **style))
+        left, bottom = across(a.x_low), up(a.y_low)
+        width, height = across(a.x_high) - left, up(a.y_high) - bottom
+        if width > 0 and height > 0:
+            axes.add_patch(Rectangle((left, bottom), width, height, linewidth=0.6, **styles[a.preferred_index]))
     if s.capacity_mib is not None and x_low < s.capacity_mib < x_high:
         label = f"this device has {mib(s.capacity_mib)}; paler: it would take another"
-        marks[label] = axes.axvline(s.capacity_mib, color="black", linestyle="--", linewidth=1.2)
+        legend[label] = axes.axvline(s.capacity_mib, color="black", linestyle="--", linewidth=1.2)
         axes.axvspan(s.capacity_mib, x_high, facecolor="white", alpha=0.45, zorder=2)
     if s.never_run and (least := min(n.from_mib for n in s.never_run)) < x_high:
         label = f"right of it: {count(len(s.never_run), 'candidate')} never run, so not known"
-        marks[label] = axes.axvline(max(least, x_low), color="black", linestyle=":", linewidth=1.6)
-    _edges(axes, MEMORY, x_low, x_high, sorted({a.x_low for a in areas}))
-    if y is not None:
-        _edges(axes, y, y_low, y_high, sorted({a.y_low if y.rising else a.y_high for a in areas}))
-    asked = {(c.values.get(MEMORY.key, s.budget.memory_mib), c.values.get(y.key) if y else None) for c in found.cells}
-    own = (s.budget.memory_mib, getattr(s.budget, y.key) if y is not None else None)
+        legend[label] = axes.axvline(across(least), color="black", linestyle=":", linewidth=1.6)
+    key = "" if y is None else y.key
+    asked = {(c.values.get(MEMORY.key, s.budget.memory_mib), c.values.get(key)) for c in found.cells}
+    own = (s.budget.memory_mib, getattr(s.budget, key, None))
     for points, marker, size, label in (
         (asked, "o", 4, "asked about (on the edge: not set)"),
         ({own}, "*", 15, "the sweep's own budget"),
@@ -383,49 +366,41 @@ def _panel(
         look: Any = {"color": "black", "markeredgecolor": "white", "markeredgewidth": 0.9, "markersize": size}
         for cap, value in points:
             cap = s.capacity_mib if cap is None else cap
-            across = x_high if cap is None else min(max(cap, x_low), x_high)
-            loosest = 0.5 if y is None else min(max(y.loosest, y_low), y_high)
-            up = loosest if value is None else min(max(value, y_low), y_high)
-            axes.plot(across, up, marker, clip_on=False, zorder=5, **look)
-            marks.setdefault(label, Line2D([], [], marker=marker, linestyle="", **look))
+            loosest = 0.5 if y is None else y.loosest
+            at = across(math.inf if cap is None else cap), up(loosest if value is None else value)
+            axes.plot(*at, marker, clip_on=False, zorder=5, **look)
+            legend.setdefault(label, Line2D([], [], marker=marker, linestyle="", **look))
     axes.set_xlim(x_low, x_high)
     axes.set_ylim(y_low, y_high)
     axes.set_xlabel(_LABELS[MEMORY.key])
+    axes.set_xticks(*_ticks(MEMORY, x_low, x_high, {a.x_low for a in areas}), fontsize=8, rotation=30, ha="right")
     if y is None:
         axes.set_yticks([])
     else:
         axes.set_ylabel(_LABELS[y.key])
+        edges = {a.y_low if y.rising else a.y_high for a in areas}
+        axes.set_yticks(*_ticks(y, y_low, y_high, edges), fontsize=8)
 
 
 def _window(found: Survey, axis: Axis, ends: list[float]) -> tuple[float, float]:
     """From a little below the first edge to a little above the last, asked and present values included."""
     s = found.sensitivity
-    values = [e for e in ends if 0 < e < math.inf]
-    values += [v for cell in found.cells if (v := cell.values.get(axis.key)) is not None]
-    values += [v] if (v := getattr(s.budget, axis.key)) is not None else []
+    asked = [cell.values.get(axis.key) for cell in found.cells] + [getattr(s.budget, axis.key)]
+    values = [e for e in ends if 0 < e < math.inf] + [v for v in asked if v is not None]
     if axis is MEMORY and s.capacity_mib is not None and s.capacity_mib < 2 * max(values, default=s.capacity_mib):
         values.append(s.capacity_mib)
-    values += [1.0] if axis is THROUGHPUT_RATIO else []
-    if not values:
-        return 0.0, 1.0
-    low, high = min(values), max(values)
-    margin = 0.12 * (high - low) or 0.1 * high or 1.0
-    return max(0.0, low - margin), high + margin
+    values += [1.0] if axis is THROUGHPUT_RATIO or not values else []
+    margin = 0.12 * (max(values) - min(values)) or 0.1 * max(values)
+    return max(0.0, min(values) - margin), max(values) + margin
 
 
-def _edges(axes: Axes, axis: Axis, low: float, high: float, values: list[float]) -> None:
-    """The exact values at which the choice changes, on the far side of the panel."""
-    last, places, labels = -math.inf, [], []
-    for value in values:
-        if low < value < high:
-            near = value - last < _NEAR * (high - low)
+def _ticks(axis: Axis, low: float, high: float, edges: set[float]) -> tuple[list[float], list[str]]:
+    """The exact values at which the choice changes, as far as there is room for their labels."""
+    places: list[float] = []
+    for value in sorted(edges):
+        if low < value < high and (not places or value - places[-1] > _NEAR * (high - low)):
             places.append(value)
-            labels.append("" if near else shown(axis, value).removesuffix(" MiB").removesuffix(" samples/s"))
-            last = last if near else value
-    if axis is MEMORY:
-        axes.secondary_xaxis("top").set_xticks(places, labels, fontsize=7, rotation=45, ha="left")
-    else:
-        axes.secondary_yaxis("right").set_yticks(places, labels, fontsize=7)
+    return places, [shown(axis, value).removesuffix(" MiB").removesuffix(" samples/s") for value in places]
 
 
 # -- peak and speed ---------------------------------------------------------------------------------------------------
@@ -555,7 +530,7 @@ def at_peak(section: Section) -> Figure | None:
     alive = [parts_of(r.peak) for r in rows if r.peak is not None]
     ends = [0.0] * len(rows)
     for part, colour in PART_COLOURS.items():
-        widths = [own.get(part, 0.0) + own.get(PART_WORDS[part], 0.0) for own in alive]
+        widths = [own.get(part, 0.0) for own in alive]
         if any(widths):
             axes.barh(range(len(rows)), widths, left=ends, color=colour, label=PART_WORDS[part], height=0.65)
             ends = [a + b for a, b in zip(ends, widths)]
@@ -597,7 +572,7 @@ def over_a_step(found: Timeline, title: str) -> Figure:
     axes.plot([found.peak_position], [found.peak.mib], "v", color="black", markersize=6, clip_on=False)
     left = found.peak_position < found.events / 2
     axes.annotate(
-        f"peak {mib(found.peak.mib)}: {moment(Moment(found.peak.phase, found.peak.operator, found.peak.module))}",
+        f"peak {mib(found.peak.mib)}: {moment_words(found.peak)}",
         (found.peak_position, found.peak.mib),
         xytext=(8 if left else -8, 6),
         textcoords="offset points",

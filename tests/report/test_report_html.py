@@ -97,10 +97,11 @@ def test_a_picture_without_a_place_is_shown_all_the_same(written: Report, tmp_pa
 
 
 def test_pictures_of_two_workloads_lie_in_their_own_article(tmp_path: Path) -> None:
-    results = sweep_over_seeds() + [dataclasses.replace(r, fixed_id="f2", workload="vit") for r in sweep_over_seeds()]
+    results = [*sweep_of_six()[:2], trial("baseline", 200.0, fixed_id="f2", workload="vit")]
     report = write(results, tmp_path)
     articles = report.html_path.read_text(encoding="utf-8").split("<article>")[1:]
-    assert [a.count("<img ") for a in articles] == [6, 6]
+    assert [a.count("<img ") for a in articles] == [6, 2]
+    assert {p.name for p in report.plots} >= {"pareto_1_gpt_tiny_on_cpu.png", "pareto_2_vit_on_cpu.png"}
 
 
 def test_nothing_that_a_user_wrote_becomes_markup(tmp_path: Path) -> None:
@@ -135,9 +136,8 @@ def test_the_first_card_has_peak_and_speed_of_every_trial_in_proportion_and_the_
     assert "<i style" not in html(built(sweep_of_six(), BudgetConf(memory_mib=16000)))
 
 
-@pytest.mark.parametrize("outcome", ["oom_device", "failed", "over_budget"])
-def test_where_nothing_ran_there_is_a_page_too(outcome: str, tmp_path: Path) -> None:
-    report = write([trial("baseline", outcome=outcome, error="no")], tmp_path, BudgetConf(), 10.0)
+def test_where_nothing_ran_there_is_a_page_too(tmp_path: Path) -> None:
+    report = write([trial("baseline", outcome="failed", error="no")], tmp_path, BudgetConf(), 10.0)
     page = Page(report.html_path.read_text(encoding="utf-8"))
     assert (page.open, page.wrong) == ([], [])
     assert "What filled the memory?" in page.text
