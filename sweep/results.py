@@ -29,6 +29,7 @@ class Conditions:
     """The machine while steps were timed. `None`: not known here."""
 
     cpu_others: float | None = None  # cores that other processes kept busy, on average
+    cpu_cores: int | None = None  # that this process may use
     gpu_clock_mhz: float | None = None  # lowest reading of the SM clock
     gpu_clock_max_mhz: float | None = None  # what the card can do
     gpu_temperature_c: float | None = None  # highest reading
@@ -36,7 +37,7 @@ class Conditions:
     gpu_throttled: list[str] = field(default_factory=list)  # why the driver held the clock down, in NVML's words
     gpu_other_processes: int | None = None
     gpu_other_mib: float | None = None  # their device memory
-    disturbed: list[str] = field(default_factory=list)  # why the times may not be this trial's alone, in words
+    disturbed: list[str] = field(default_factory=list)  # codes: why the times may not be this trial's alone
 
 
 @dataclass

@@ -119,7 +119,8 @@ def disturbances(own: Measurement, base: Measurement | None = None) -> list[Find
         if (seen := run.conditions) is None:
             continue
         repeat = {"repeat": run.index + 1.0} if len(runs) > 1 else {}
-        values = {"cores": seen.cpu_others, "processes": seen.gpu_other_processes, "other_mib": seen.gpu_other_mib}
+        values = {"cores": seen.cpu_others, "of_cores": seen.cpu_cores}
+        values |= {"processes": seen.gpu_other_processes, "other_mib": seen.gpu_other_mib}
         numbers = repeat | {name: float(value) for name, value in values.items() if value is not None}
         throttled = {"throttled": ", ".join(seen.gpu_throttled)}
         found += [Finding(code, numbers, throttled) for code in seen.disturbed]

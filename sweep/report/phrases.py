@@ -468,15 +468,19 @@ def disturbances(found: list[Finding]) -> str:
 
 def disturbed(finding: Finding) -> str:
     """`repeat 2: other processes used 1.6 cores`; what an earlier version said in words is shown as it is."""
-    n, code = finding.numbers, finding.code
-    words = {
-        "cpu_others": lambda: f"other processes used {n['cores']:.1f} cores",
-        "gpu_processes": lambda: count(int(n["processes"]), "other process", "other processes") + " on the GPU"
-        + (f" ({mib(n['other_mib'])})" if "other_mib" in n else ""),
-        "gpu_memory": lambda: f"others held about {mib(n['other_mib'])} of the GPU's memory",
-        "gpu_throttled": lambda: f"the GPU's clock was held down: {finding.names['throttled']}",
-        "gpu_clock": lambda: f"the GPU's clock was down to {n['clock_mhz']:.0f} MHz, from {n['highest_mhz']:.0f}",
-    }.get(code, lambda: code)()  # fmt: skip
+    n, words = finding.numbers, finding.code
+    if finding.code == "cpu_others":
+        of = f" of {n['of_cores']:g}" if "of_cores" in n else ""
+        words = f"other processes used {n['cores']:.1f}{of} cores"
+    elif finding.code == "gpu_processes":
+        memory = f" ({mib(n['other_mib'])})" if "other_mib" in n else ""
+        words = f"{count(int(n['processes']), 'other process', 'other processes')} on the GPU{memory}"
+    elif finding.code == "gpu_memory":
+        words = f"others held about {mib(n['other_mib'])} of the GPU's memory"
+    elif finding.code == "gpu_throttled":
+        words = f"the GPU's clock was held down: {finding.names['throttled']}"
+    elif finding.code == "gpu_clock":
+        words = f"the GPU's clock was down to {n['clock_mhz']:.0f} MHz, from {n['highest_mhz']:.0f}"
     return f"repeat {n['repeat']:g}: {words}" if "repeat" in n else words
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import psutil
 import torch
 
-from sweep.format import count, mib
 from sweep.results import MIB, Conditions
 
 #: Others disturb where they keep busy at least this many cores, and this share of those that the trial uses, ...
@@ -53,10 +52,9 @@ class Watch:
         found = Conditions() if self._gpu is None else self._gpu.look_around()
         if wall_s >= LEAST_S:
             found.cpu_others = max(0.0, busy - own)
-            cores = len(_cores())
-            if others_disturb(found.cpu_others, own, cores):
-                words = f"other processes kept {found.cpu_others:.1f} of {count(cores, 'core')} busy"
-                found.disturbed.insert(0, words)
+            found.cpu_cores = len(_cores())
+            if others_disturb(found.cpu_others, own, found.cpu_cores):
+                found.disturbed.insert(0, "cpu_others")
         return found
 
 
@@ -177,15 +175,9 @@ class Gpu:
         return None, max(0.0, memory.used / MIB - self._own_mib() - CONTEXT_MIB)
 
     def _disturbed(self) -> list[str]:
-        f, words = self._found, []
-        if f.gpu_other_processes:
-            memory = f" ({mib(f.gpu_other_mib)})" if f.gpu_other_mib is not None else ""
-            words.append(f"{count(f.gpu_other_processes, 'other process', 'other processes')} on the GPU{memory}")
-        elif f.gpu_other_mib:
-            words.append(f"others held about {mib(f.gpu_other_mib)} of the GPU's memory")
-        if self._held_back:
-            words.append(f"the GPU's clock was held down: {', '.join(sorted(self._held_back))}")
-        return words
+        f = self._found
+        codes = ["gpu_processes"] if f.gpu_other_processes else ["gpu_memory"] if f.gpu_other_mib else []
+        return codes + (["gpu_throttled"] if self._held_back else [])
 
     def _ask(self, function: str, *arguments: Any) -> Any:
         """None where the driver or the card does not tell, or may not be asked."""

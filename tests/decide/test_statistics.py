@@ -280,9 +280,10 @@ def test_what_disturbed_is_told_with_its_repeat_and_its_numbers() -> None:
     m.runs[1].conditions = Conditions(gpu_other_processes=2, gpu_other_mib=900.0, disturbed=["gpu_processes"])
     assert [disturbed(f) for f in disturbances(m)] == ["repeat 2: 2 other processes on the GPU (900.0 MiB)"]
     one = drifting(100)
-    one.runs[0].conditions = Conditions(cpu_others=1.6, disturbed=["cpu_others", "what an earlier version said"])
+    older = "what an earlier version said"
+    one.runs[0].conditions = Conditions(cpu_others=1.6, cpu_cores=2, disturbed=["cpu_others", older])
     told = [disturbed(f) for f in disturbances(one)]
-    assert told == ["other processes used 1.6 cores", "what an earlier version said"]
+    assert told == ["other processes used 1.6 of 2 cores", older]
 
 
 def test_a_low_clock_is_judged_against_the_highest_of_both_trials() -> None:
