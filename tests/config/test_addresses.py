@@ -83,7 +83,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-@pytest.mark.parametrize("given", ["word", "environment", "file"])
+@pytest.mark.parametrize(
+    "given", ["word", pytest.param("environment", marks=pytest.mark.slow), pytest.param("file", marks=pytest.mark.slow)]
+)
 def test_no_file_that_a_command_leaves_has_a_secret(
     given: str, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
