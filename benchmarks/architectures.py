@@ -36,7 +36,7 @@ from sweep.environment import environment  # noqa: E402
 from sweep.errors import SweepError  # noqa: E402
 from sweep.outcomes import one_line  # noqa: E402
 from sweep.results import write_json  # noqa: E402
-from sweep.trial.measure import ledger_pass  # noqa: E402
+from sweep.trial.measure import memory_pass  # noqa: E402
 from sweep.trial.predict import predict  # noqa: E402
 from sweep.trial.verify import verify  # noqa: E402
 from sweep.workload import DataSource, Workload, build_data, build_workload, to_device  # noqa: E402
@@ -107,8 +107,10 @@ def _pair(name: str, strategy: str, data: DataSource) -> Pair:
     pair, config, started = Pair(name, strategy), config_of(name, strategy), time.perf_counter()
     prediction, pair.not_predicted = _attempt(lambda: predict(config, data=data, emulations="cpu"))
     pair.predicted_mib = prediction.allocated_mib if prediction is not None else None
-    peak, pair.not_measured = _attempt(lambda: ledger_pass(config, CPU, data, None))
-    pair.peak_mib = peak.mib if peak is not None else None
+    seen, pair.not_measured = _attempt(lambda: memory_pass(config, CPU, data))
+    if seen is not None:
+        pair.peak_mib = seen.peak.mib if seen.peak is not None else None
+        pair.not_measured = "" if seen.peak is not None else "; ".join(seen.caveats)
     verification, pair.cause = _attempt(lambda: verify(config, CPU, data))
     if verification is not None:
         v = verification

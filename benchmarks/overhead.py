@@ -29,7 +29,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from sweep.environment import environment  # noqa: E402
-from sweep.trial.measure import ledger_pass  # noqa: E402
+from sweep.trial.measure import memory_pass  # noqa: E402
 from sweep.config.device import resolve_device  # noqa: E402
 from sweep.trial.predict import predict  # noqa: E402
 from sweep.results import write_json  # noqa: E402
@@ -117,7 +117,7 @@ def measure_strategy(name: str, arguments: argparse.Namespace, folder: Path) -> 
     parts = {
         "predict_s": timed(lambda: predict(config, data=data)),
         **({"verify_s": 0.0, "verify_shared_s": 0.0} if result.is_baseline else _verification(config, data)),
-        "ledger_s": timed(lambda: ledger_pass(config, CPU, data, None)),
+        "ledger_s": timed(lambda: memory_pass(config, CPU, data)),
     }
     tracking.close_sweep(session._store, session.state.parent_run_id)
     bare, trial = statistics.median(loops), statistics.median(trials)

@@ -34,7 +34,7 @@ from omegaconf import DictConfig, OmegaConf  # noqa: E402
 from benchmarks import search_peers  # noqa: E402
 from sweep.config.check import typed  # noqa: E402
 from sweep.config.schema import Config  # noqa: E402
-from sweep.config.strategy_names import kind_of, strategy_at  # noqa: E402
+from sweep.config.strategy_names import is_baseline, kind_of, strategy_at  # noqa: E402
 from sweep.results import Outcome, Prediction, from_dict, to_dict, write_json  # noqa: E402
 from sweep.search.candidate import Job, Settings  # noqa: E402
 from sweep.search.forecast import Forecast, signature  # noqa: E402
@@ -43,8 +43,8 @@ from sweep.search.plan import Candidate, Line, Pieces, make_plan, measure_pieces
 from sweep.search.preflight import Preflight, suggest  # noqa: E402
 from sweep.search.space import Space, read_space  # noqa: E402
 from sweep.search.study import Sampler, open_storage  # noqa: E402
-from sweep.trial.measure import measure  # noqa: E402
-from sweep.trial.trial import is_baseline, run_trial, torch_device  # noqa: E402
+from sweep.trial.measure import measure, prepared_device  # noqa: E402
+from sweep.trial.trial import run_trial  # noqa: E402
 
 TABLE = ROOT / "benchmarks" / "results" / "search_table.json"
 RESULT = ROOT / "benchmarks" / "results" / "search_efficiency.json"
@@ -171,7 +171,7 @@ def again(bench: Workbench, rows: list[dict[str, Any]]) -> float:
         if row["computation"] not in done:
             config = bench.config_at([f"{k}={v}" for k, v in row["point"].items()])
             config.measure = replace(config.measure, ledger=False)
-            second = measure(config, torch_device(config.device), DATA.data_of(config.workload)).samples_per_s
+            second = measure(config, prepared_device(config), DATA.data_of(config.workload)).samples_per_s
             differ.append(abs(second / row["samples_per_s"] - 1))
             done[row["computation"]] = max(second, row["samples_per_s"])
         row["samples_per_s"] = done[row["computation"]]

@@ -280,7 +280,7 @@ class SweepCallback(Callback):
         # torch comes in here, after whatever is wrong with the words of the command line has been found.
         from sweep.config.device import resolve_device
         from sweep.session import Session
-        from sweep.trial.trial import check_trial
+        from sweep.trial.check import check_trial
 
         checked: dict[str, Any] = {}
         misfits: list[DoesNotFit] = []

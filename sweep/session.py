@@ -22,7 +22,14 @@ from sweep import tracking
 from sweep.config.check import typed
 from sweep.config.device import resolve_device
 from sweep.config.schema import Config, Mode, StrategyConf, TrackingConf, plain
-from sweep.config.strategy_names import name_strategy, trial_name, without_search
+from sweep.config.strategy_names import (
+    fixed_id,
+    is_baseline,
+    name_strategy,
+    strategy_id,
+    trial_name,
+    without_search,
+)
 from sweep.decide.verdict import grouped
 from sweep.diagnose.facts import Diagnosis
 from sweep.diagnose.job import diagnoses_in, print_all, run_diagnosis
@@ -34,8 +41,9 @@ from sweep.repeats import in_own_process, repeat_in_turn
 from sweep.report import STATE, Judged, judge, phrases, print_report, report_console, single_line, write_report
 from sweep.report import describe as describe_report
 from sweep.results import Comparison, Evidence, Outcome, Prediction, Trace, TrialResult, read_trials, write_json
+from sweep.trial.check import check_trial
 from sweep.trial.process import run_isolated, run_isolated_trace
-from sweep.trial.trial import check_trial, describe, fixed_id, is_baseline, run_trace, run_trial, save, strategy_id
+from sweep.trial.trial import describe, run_trace, run_trial, save
 
 
 @dataclass

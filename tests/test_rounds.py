@@ -16,6 +16,7 @@ import sweep.repeats as module
 from sweep import tracking
 from sweep.config.device import resolve_device
 from sweep.config.schema import Config
+from sweep.config.strategy_names import fixed_id
 from sweep.decide.verdict import conclude
 from sweep.errors import DeviceOutOfMemory
 from sweep.progress import Display
@@ -25,7 +26,7 @@ from sweep.results import Conditions, Run, TrialResult, read_trial, to_dict
 from sweep.session import Session
 from sweep.tracking.runs import repeat_metrics_of
 from sweep.trial.process import run_isolated_repeat
-from sweep.trial.trial import fixed_id, run_repeat, run_trial, save
+from sweep.trial.trial import run_repeat, run_trial, save
 
 BUSY = Conditions(cpu_others=1.4, disturbed=["other processes kept 1.4 of 2 cores busy"])
 SHORT = {"warmup_steps": 1, "steps": 2, "repeats": 3, "eval_batches": 1}

@@ -129,6 +129,21 @@ class WorkloadConf:
     hold_outputs: bool = True  # as in `logits = model(x)`: they stay until the step ends; false: they go with the loss
 
 
+#: Results that `selective` keeps: they are dear to compute. Everything else is cheap and computed again.
+MATMUL_AND_ATTENTION = (
+    "aten.mm.default",
+    "aten.addmm.default",
+    "aten.bmm.default",
+    "aten.baddbmm.default",
+    "aten.convolution.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "aten._scaled_dot_product_fused_attention_overrideable.default",
+)
+
+
 @dataclass
 class CheckpointConf:
     granularity: Granularity = Granularity.none

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
@@ -9,7 +10,15 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from sweep.config.schema import Config, Granularity, Placement, StrategyConf
+from sweep.config.schema import (
+    MATMUL_AND_ATTENTION,
+    Config,
+    Granularity,
+    OffloadImplementation,
+    Placement,
+    StrategyConf,
+    plain,
+)
 from sweep.results import TrialResult, from_dict
 
 
@@ -131,3 +140,66 @@ def name_strategy(config: Config) -> None:
     """A searched strategy is named after what it does, not after the option that the search began from."""
     if config.search.name is not None:
         config.strategy.name = kind_of(config.strategy, config.workload.global_batch_size)
+
+
+# -- what is computed, whatever it is called --------------------------------------------------------------------------
+
+
+def is_baseline(strategy: StrategyConf, global_batch_size: int) -> bool:
+    """Whether a strategy changes nothing, whatever it is called."""
+    return (
+        micro_batch_size(strategy, global_batch_size) == global_batch_size
+        and strategy.checkpoint.granularity is Granularity.none
+        and strategy.offload.placement is Placement.none
+    )
+
+
+#: Fields of `measure` that change how the same is measured, and not what.
+HOW_TO_MEASURE = ("isolate", "timeout_s", "verify", "verify_steps", "ledger", "interleave", "drift")
+
+
+def fixed_id(config: Config) -> str:
+    """Digest of what must be equal for two trials to be comparable. The data's version, which only the data know, is
+    compared beside it (see `sweep.decide.verdict.by_comparison`)."""
+    workload = {k: v for k, v in plain(config.workload).items() if k != "name"}
+    device = {k: v for k, v in plain(config.device).items() if k not in ("source", "torch_name")}
+    measure_conf = {k: v for k, v in plain(config.measure).items() if k not in HOW_TO_MEASURE}
+    return digest([workload, device, measure_conf, config.mode.value])
+
+
+def strategy_id(config: Config) -> str:
+    """Digest of what the strategy does; equal with that of the baseline for all that change nothing."""
+    return digest(effective(config))
+
+
+def effective(config: Config) -> dict[str, Any]:
+    """The keys of the strategy that mean something beside each other, the workload and the device, by their dotted
+    names: two strategies with equal ones are one computation, whatever they are called."""
+    s, on_cuda = config.strategy, config.device.type == "cuda"
+    c, o = s.checkpoint, s.offload
+    found: dict[str, Any] = {"micro_batch_size": micro_batch_size(s, config.workload.global_batch_size)}
+    if c.granularity is not Granularity.none:
+        found["checkpoint.granularity"] = c.granularity.name
+        if c.granularity is Granularity.segments:
+            found["checkpoint.segment_size"] = c.segment_size
+        else:
+            found["checkpoint.every_k"] = c.every_k
+        if c.granularity is Granularity.parts:
+            found["checkpoint.parts"] = sorted(set(c.parts))
+        if c.granularity is Granularity.selective:
+            kept = MATMUL_AND_ATTENTION if c.keep_ops is None else c.keep_ops
+            found["checkpoint.keep_ops"] = sorted({op if op.count(".") > 1 else f"{op}.default" for op in kept})
+    if o.placement is not Placement.none:
+        found["offload.implementation"] = o.implementation.name
+        if on_cuda:
+            found["offload.pin_memory"] = o.pin_memory
+        if o.implementation is OffloadImplementation.hooks:  # save_on_cpu moves whatever is saved
+            found |= {"offload.placement": o.placement.name, "offload.keep_last": o.keep_last}
+            found["offload.min_tensor_kib"] = float(o.min_tensor_kib)
+            if o.placement is Placement.blocks:
+                found["offload.blocks"] = str(o.blocks).replace(" ", "").strip("[]")
+    return found
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(plain(value), sort_keys=True).encode()).hexdigest()[:12]

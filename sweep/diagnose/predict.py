@@ -37,8 +37,8 @@ from sweep.errors import BadInput, NotEquivalent, NothingOffloaded
 from sweep.outcomes import one_line
 from sweep.results import MIB, Category, Finding, Phase, Prediction
 from sweep.strategy import accumulation_steps, check_blocks, micro_batch_size
+from sweep.trial.check import check_known
 from sweep.trial.predict import predict
-from sweep.trial.trial import check_known
 from sweep.trial.what_if import config_at, what_if
 from sweep.workload import Block, DataSource, build_data, build_outline, find_blocks
 

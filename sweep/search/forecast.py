@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from sweep.config.device import allocator_capacity, resolve_device
 from sweep.config.schema import Config, WorkloadConf, plain
+from sweep.config.strategy_names import digest, effective, fixed_id, strategy_id
 from sweep.format import mib, percent
 from sweep.results import MIB, Prediction
 from sweep.trial.predict import predict
-from sweep.trial.trial import digest, effective, fixed_id, strategy_id
 from sweep.workload import DataSource, build_data
 
 #: A replay that ends out of memory although enough seems free (fragmentation) is over the limit by at least this share.

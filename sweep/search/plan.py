@@ -18,9 +18,7 @@ never shown as a result.
 from __future__ import annotations
 
 import heapq
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -32,20 +30,17 @@ import torch
 
 from sweep.config.check import typed
 from sweep.config.schema import CheckpointConf, Config, Granularity, Placement, StrategyConf, plain
-from sweep.interrupts import end_with_parent
+from sweep.config.strategy_names import digest
 from sweep.outcomes import one_line
-from sweep.results import from_dict, to_dict, write_json
 from sweep.search.forecast import Forecast, signature
 from sweep.strategy import accumulation_steps, applied, micro_batch_size
-from sweep.trial.measure import no_progress
-from sweep.trial.process import run_child
-from sweep.trial.trial import digest, limit_memory, torch_device
+from sweep.trial.measure import Progress, no_progress, prepared_device
+from sweep.trial.process import Died, call
 from sweep.workload import Workload, build_outline, build_workload, find_blocks
 from sweep.workload.step import Phases, accumulate_gradients, split, update
 
 #: Each micro-step is repeated until it was timed this often, and for this long or this often at most.
 LEAST_REPEATS, LEAST_S, MOST_REPEATS = 3, 0.2, 20
-ANSWER = "probe.json"
 
 
 @dataclass
@@ -61,30 +56,24 @@ class Probed:
 def probe(config: Config, strategies: list[StrategyConf], folder: Path) -> Probed:
     """Time one micro-step of each strategy, on CUDA in a process of its own. `strategies` name their micro-batch size.
 
-    folder: where a process of its own gets its request and leaves its answer.
+    folder: where a process of its own gets its request and leaves its answer. Raises RuntimeError where it gave none.
     """
-    if config.device.type == "cuda":
-        return probe_isolated(config, strategies, folder)
-    return probe_here(config, strategies)
+    asked = [plain(s) for s in strategies]
+    if config.device.type != "cuda":
+        return probe_here(config, asked)
+    own = folder / "probe"
+    try:
+        return call(probe_here, config, own, "probe.json", no_progress, strategies=asked)
+    except Died as died:
+        raise RuntimeError(f"{died}, see {own / 'stderr.log'}") from died
 
 
-def probe_isolated(config: Config, strategies: list[StrategyConf], folder: Path) -> Probed:
-    """In a process of its own. Raises RuntimeError where that gave no answer."""
-    request, own = {"config": plain(config), "strategies": [plain(s) for s in strategies]}, folder / "probe"
-    failed = run_child(request, own, ANSWER, config.measure.timeout_s, no_progress, "sweep.search.plan")
-    if failed is not None:
-        raise RuntimeError(f"{failed[1]}, see {own / 'stderr.log'}")
-    return from_dict(Probed, json.loads((own / ANSWER).read_text(encoding="utf-8")))
-
-
-def probe_here(config: Config, strategies: list[StrategyConf]) -> Probed:
-    """The same in this process."""
+def probe_here(config: Config, strategies: list[dict[str, Any]], progress: Progress = no_progress) -> Probed:
+    """`probe` in this process. strategies: as `plain` gives them."""
     started = time.perf_counter()
-    device = torch_device(config.device)
-    if device.type == "cuda":
-        limit_memory(config, device)
+    device = prepared_device(config)
     workload, probed = build_workload(config.workload, device), Probed()
-    for strategy in strategies:
+    for strategy in (typed({**plain(config), "strategy": s}).strategy for s in strategies):
         try:
             probed.micro_step_ms.append(_micro_step_ms(workload, strategy))
         except Exception as error:  # a candidate of this kind will say so itself, should it be run
@@ -134,19 +123,6 @@ def _timed(run: Callable[[], object], device: torch.device) -> float:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def main(folder: Path) -> int:
-    end_with_parent()
-    request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
-    config = typed(request["config"])
-    strategies = [typed({**request["config"], "strategy": s}).strategy for s in request["strategies"]]
-    write_json(to_dict(probe_here(config, strategies)), folder / ANSWER)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(Path(sys.argv[1])))
 
 
 @dataclass

@@ -29,7 +29,7 @@ from sweep.config.schema import (
     SearchSpaceConf,
     StrategyConf,
 )
-from sweep.config.strategy_names import describe, strategy_at
+from sweep.config.strategy_names import describe, digest, fixed_id, is_baseline, strategy_at, strategy_id
 from sweep.decide.verdict import Facts, deciding_peak_mib, memory_cap
 from sweep.errors import BadInput, CannotPredict, NoEffect, NothingOffloaded, NothingRecomputed
 from sweep.format import number
@@ -41,7 +41,7 @@ from sweep.search.plan import Candidate, Pieces, Plan, make_plan
 from sweep.search.space import encode
 from sweep.session import Session
 from sweep.strategy import check_blocks
-from sweep.trial.trial import check_trial, digest, fixed_id, is_baseline, strategy_id
+from sweep.trial.check import check_trial
 from sweep.workload import build_outline, find_blocks
 
 MICRO, GRANULARITY = "strategy.micro_batch_size", "strategy.checkpoint.granularity"

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from sweep.config.schema import CheckpointConf, Granularity
+from sweep.config.schema import MATMUL_AND_ATTENTION, CheckpointConf, Granularity
 from sweep.errors import BadInput, NotEquivalent
 from sweep.outcomes import one_line, outcome_of
 from sweep.results import Outcome, Phase
@@ -48,20 +48,6 @@ def patched_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> It
         else:
             module.forward = before
 
-
-#: Results that `selective` keeps: they are dear to compute. Everything else is cheap and computed again.
-MATMUL_AND_ATTENTION = (
-    "aten.mm.default",
-    "aten.addmm.default",
-    "aten.bmm.default",
-    "aten.baddbmm.default",
-    "aten.convolution.default",
-    "aten._scaled_dot_product_flash_attention.default",
-    "aten._scaled_dot_product_efficient_attention.default",
-    "aten._scaled_dot_product_cudnn_attention.default",
-    "aten._scaled_dot_product_flash_attention_for_cpu.default",
-    "aten._scaled_dot_product_fused_attention_overrideable.default",
-)
 
 Wrap = Callable[[Forward], Forward]
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]

@@ -14,11 +14,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Any
 
 import torch
 
 from sweep.config.schema import Config, MeasureConf
-from sweep.decide.statistics import good_runs, median_interval
+from sweep.decide.statistics import median_interval
 from sweep.errors import BadInput, DeviceOutOfMemory, NothingOffloaded
 from sweep.memory.ledger import Ledger
 from sweep.outcomes import NotFinite, TimedOut, one_line
@@ -61,52 +62,51 @@ def summary(config: Config, runs: list[Run], seen: Seen | None = None) -> Measur
 
     config: as it was resolved. seen: by the ledger, in one untimed pass. Raises ValueError without a run that counts.
     """
-    seen = Seen() if seen is None else seen
-    m, on_cuda = config.measure, config.device.type == "cuda"
-    measurement = Measurement(
-        evidence="", steps=m.steps, repeats=0, step_ms=0.0, step_ms_low=0.0, step_ms_high=0.0, samples_per_s=0.0,
-        tokens_per_s=None, peak_allocated_mib=math.nan, peak_reserved_mib=None, peak=seen.peak, runs=runs,
-    )  # fmt: skip
-    good = good_runs(measurement)
+    seen, m, w = seen or Seen(), config.measure, config.workload
+    on_cuda, good = config.device.type == "cuda", sorted(filter(_counts, runs), key=lambda run: run.index)
     if not good:
         raise ValueError("a measurement needs a run that came to its end")
     first, times = good[0], [t for run in good for t in run.step_times_ms]
-    measurement.repeats = sum(len(run.step_times_ms) // m.steps for run in good)
-    measurement.evidence = evidence_of(on_cuda, m.warmup_steps, len(times), measurement.repeats).value
-    measurement.step_times_ms = times
-    measurement.step_ms = statistics.median(times)
-    measurement.step_ms_low, measurement.step_ms_high = quartiles(times)
-    interval = median_interval([run.step_times_ms for run in good])
-    measurement.step_ms_ci_low, measurement.step_ms_ci_high = interval if interval is not None else (None, None)
-    measurement.samples_per_s = config.workload.global_batch_size / measurement.step_ms * 1000
-    if config.workload.seq_len is not None:
-        measurement.tokens_per_s = measurement.samples_per_s * config.workload.seq_len
-    if on_cuda:
-        measurement.peak_allocated_mib = _highest([run.peak_allocated_mib for run in good], math.nan)
-        measurement.peak_reserved_mib = _highest([run.peak_reserved_mib for run in good], math.nan)
-        measurement.evaluation_mib = max((r.evaluation_mib for r in good if r.evaluation_mib is not None), default=None)
-    else:
-        measurement.peak_allocated_mib, measurement.evaluation_mib = seen.peak_mib, seen.evaluation_mib
-    measurement.largest_step, measurement.shapes_differ = seen.largest_step, seen.shapes_differ
-    measurement.growth_mib_per_step = seen.growth_mib_per_step
-    measurement.caveats = list(dict.fromkeys([*seen.caveats, *(note for run in good for note in run.notes)]))
-    names = sorted({name for run in good for name in run.phases_ms})
-    measurement.phases_ms = {n: statistics.median(run.phases_ms.get(n, 0.0) for run in good) for n in names}
+    repeats, step_ms = sum(len(run.step_times_ms) // m.steps for run in good), statistics.median(times)
+    low, high = quartiles(times)
+    ci_low, ci_high = median_interval([run.step_times_ms for run in good]) or (None, None)
+    samples_per_s = w.global_batch_size / step_ms * 1000
     outside = [t for run in good for t in outside_of_phases(run)]
-    measurement.outside_ms = statistics.median(outside) if outside else None
-    measurement.train_loss = list(first.train_loss)
-    measurement.eval_loss_before, measurement.eval_loss = first.eval_loss_before, first.eval_loss
-    measurement.to_host_mib, measurement.from_host_mib = first.to_host_mib, first.from_host_mib
-    return measurement
+    return Measurement(
+        evidence=evidence_of(on_cuda, m.warmup_steps, len(times), repeats).value,
+        steps=m.steps,
+        repeats=repeats,
+        step_ms=step_ms,
+        step_ms_low=low,
+        step_ms_high=high,
+        step_ms_ci_low=ci_low,
+        step_ms_ci_high=ci_high,
+        step_times_ms=times,
+        samples_per_s=samples_per_s,
+        tokens_per_s=None if w.seq_len is None else samples_per_s * w.seq_len,
+        peak_allocated_mib=_highest([r.peak_allocated_mib for r in good], math.nan) if on_cuda else seen.peak_mib,
+        peak_reserved_mib=_highest([r.peak_reserved_mib for r in good], math.nan) if on_cuda else None,
+        peak=seen.peak,
+        phases_ms=_medians([run.phases_ms for run in good]),
+        outside_ms=statistics.median(outside) if outside else None,
+        train_loss=list(first.train_loss),
+        eval_loss_before=first.eval_loss_before,
+        eval_loss=first.eval_loss,
+        to_host_mib=first.to_host_mib,
+        from_host_mib=first.from_host_mib,
+        runs=runs,
+        largest_step=seen.largest_step,
+        shapes_differ=seen.shapes_differ,
+        growth_mib_per_step=seen.growth_mib_per_step,
+        evaluation_mib=_highest([r.evaluation_mib for r in good], None) if on_cuda else seen.evaluation_mib,
+        caveats=list(dict.fromkeys([*seen.caveats, *(note for run in good for note in run.notes)])),
+    )
 
 
 def outside_of_phases(run: Run) -> list[float]:
     """For each timed step, the ms that belong to no phase; [] where the phases of each step are not known."""
-    if not run.phase_times_ms:
-        return []
-    return [
-        step_ms - sum(times[i] for times in run.phase_times_ms.values()) for i, step_ms in enumerate(run.step_times_ms)
-    ]
+    phases = run.phase_times_ms.values()
+    return [step_ms - sum(times[i] for times in phases) for i, step_ms in enumerate(run.step_times_ms) if phases]
 
 
 def evidence_of(on_cuda: bool, warmup_steps: int, timed_steps: int, repeats: int) -> Evidence:
@@ -124,7 +124,11 @@ def quartiles(values: list[float]) -> tuple[float, float]:
     return low, high
 
 
-def _highest(values: list[float | None], otherwise: float) -> float:
+def _counts(run: Run) -> bool:
+    return not run.error and bool(run.step_times_ms)
+
+
+def _highest(values: list[float | None], otherwise: float | None) -> Any:
     return max((v for v in values if v is not None), default=otherwise)
 
 
@@ -180,15 +184,16 @@ def timed_run(
         loop = stack.enter_context(training(workload, config.strategy, phases))
         strategy = loop.strategy
         stack.enter_context(phases.listening(clock))
-        run.eval_loss_before = evaluate(workload, m, strategy.micro_batch_size)
+        micro = strategy.micro_batch_size
+        run.eval_loss_before = evaluate(workload, m, micro)
         step = 0
 
         def one_step() -> torch.Tensor:
             nonlocal step
             result = loop.step(step)
-            step += 1
             if not result.updates:
-                skipped.append(step - 1)
+                skipped.append(step)
+            step += 1
             return result.loss
 
         if on_cuda:
@@ -222,7 +227,7 @@ def timed_run(
         run.phase_times_ms = {name: [by_phase.get(name, 0.0) for _, by_phase in times] for name in run.phases_ms}
         run.to_host_mib = strategy.moved.to_host_bytes / MIB / len(times)
         run.from_host_mib = strategy.moved.from_host_bytes / MIB / len(times)
-        run.eval_loss = evaluate(workload, m, strategy.micro_batch_size)
+        run.eval_loss = evaluate(workload, m, micro)
         if run.eval_loss is not None:
             run.evaluation_mib = _read_peaks(run, device)
     timed = [step for step in skipped if step >= m.warmup_steps]
@@ -284,43 +289,55 @@ def no_progress(done: int, total: int, what: str) -> None:
     pass
 
 
+def prepared_device(config: Config) -> torch.device:
+    """The torch device of a resolved config. A CUDA device is made as small as `device.capacity_mib`: that caps the
+    allocator, not the context."""
+    conf = config.device
+    if conf.type != "cuda":
+        return torch.device("cpu")
+    device = torch.device("cuda", conf.index)
+    total = torch.cuda.get_device_properties(device).total_memory
+    if conf.capacity_mib is not None and conf.capacity_mib * MIB < total:
+        torch.cuda.set_per_process_memory_fraction(conf.capacity_mib * MIB / total, device)
+    return device
+
+
 def measure(
     config: Config,
     device: torch.device,
     data: DataSource,
     *,
-    capacity_mib: float | None = None,
     progress: Progress = no_progress,
     first_round: bool = False,
 ) -> Measurement:
     """Measure `config.strategy` on `config.workload`. Raises what goes wrong; `sweep.trial.trial` makes it an outcome.
 
-    capacity_mib: on a CPU, the emulated device's memory; beyond it the ledger raises DeviceOutOfMemory.
+    On a CPU the ledger raises DeviceOutOfMemory beyond `device.capacity_mib`.
     first_round: make the first repeat only, since whoever asks makes the others, in turn over several trials. Else all
     are made at once: `measure.repeats` windows of one run, or, with `measure.seeds` above 1, whole runs.
     """
+    m = config.measure
     advance = Steps(config, steps_of(config, first_round=first_round), progress)
     planned = planned_steps(config, first_round=first_round)
     seen = Seen()
-    if config.measure.ledger and device.type == "cpu":
-        seen = _memory(config, device, data, capacity_mib, advance, planned)
-    runs = [repeat(config, device, data, 0, advance)] if first_round else _all_at_once(config, device, data, advance)
-    if config.measure.ledger and device.type == "cuda":
-        seen = _memory(config, device, data, None, advance, planned)
+    if m.ledger and device.type == "cpu":
+        seen = _memory(config, device, data, advance, planned)
+    if first_round or m.seeds > 1:
+        rounds = 1 if first_round else rounds_of(m)
+        runs = [repeat(config, device, data, index, advance) for index in range(rounds)]
+    else:
+        runs = [timed_run(config, device, data, advance, windows=m.repeats)]
+    if m.ledger and device.type == "cuda":
+        seen = _memory(config, device, data, advance, planned)
     return summary(config, runs, seen)
 
 
 def _memory(
-    config: Config,
-    device: torch.device,
-    data: DataSource,
-    capacity_mib: float | None,
-    advance: Callable[[str], None],
-    planned: int,
+    config: Config, device: torch.device, data: DataSource, advance: Callable[[str], None], planned: int
 ) -> Seen:
     """The memory pass. It explains a measurement and never costs one: where it fails, this is noted."""
     try:
-        return memory_pass(config, device, data, capacity_mib, advance, planned=planned)
+        return memory_pass(config, device, data, advance, planned=planned)
     except (BadInput, TimedOut, NothingOffloaded):
         raise
     except DeviceOutOfMemory:
@@ -342,19 +359,11 @@ def repeat(
     return timed_run(own, device, data, advance, index=index)
 
 
-def _all_at_once(config: Config, device: torch.device, data: DataSource, advance: Callable[[str], None]) -> list[Run]:
-    if config.measure.seeds > 1:
-        return [repeat(config, device, data, index, advance) for index in range(rounds_of(config.measure))]
-    return [timed_run(config, device, data, advance, windows=config.measure.repeats)]
-
-
 def steps_of(config: Config, *, first_round: bool = False) -> int:
     """Optimizer steps that `measure` runs."""
-    m = config.measure
-    ledger = LEDGER_STEPS if m.ledger else 0
-    if first_round or m.seeds > 1:
-        return ledger + (m.warmup_steps + m.steps) * (1 if first_round else rounds_of(m))
-    return ledger + m.warmup_steps + m.steps * m.repeats
+    m, runs = config.measure, 1 if first_round else rounds_of(config.measure)
+    timed = runs * (m.warmup_steps + m.steps) if first_round or m.seeds > 1 else m.warmup_steps + m.steps * m.repeats
+    return timed + (LEDGER_STEPS if m.ledger else 0)
 
 
 class Steps:
@@ -373,25 +382,10 @@ class Steps:
             raise TimedOut(f"{limit}: not done after {self.done} of {self.total} steps")
 
 
-def ledger_pass(
-    config: Config,
-    device: torch.device,
-    data: DataSource,
-    capacity_mib: float | None,
-    advance: Callable[[str], None] = lambda what: None,
-) -> Peak:
-    """The peak that `memory_pass` finds. Raises ValueError where a model cannot be looked into."""
-    seen = memory_pass(config, device, data, capacity_mib, advance)
-    if seen.peak is None:
-        raise ValueError("; ".join(seen.caveats))
-    return seen.peak
-
-
 def memory_pass(
     config: Config,
     device: torch.device,
     data: DataSource,
-    capacity_mib: float | None,
     advance: Callable[[str], None] = lambda what: None,
     *,
     planned: int | None = None,
@@ -402,8 +396,8 @@ def memory_pass(
     Raises DeviceOutOfMemory where the emulated device is full, which the last of the planned steps may be by what each
     of them leaves behind.
     """
-    phases = Phases()
-    capacity = None if capacity_mib is None else int(capacity_mib * MIB)
+    phases, size, limit = Phases(), config.workload.global_batch_size, config.device.capacity_mib
+    capacity = int(limit * MIB) if limit is not None and config.device.type != "cuda" else None
     workload = build_workload(config.workload, device, data)
     compiled = compiled_module(workload.model)
     if compiled is not None:
@@ -413,7 +407,6 @@ def memory_pass(
     seed_everything(config.workload.seed + 1)
     planned = planned_steps(config) if planned is None else planned
     plan = plan_of(workload, planned, config.measure.eval_batches)
-    size = config.workload.global_batch_size
     # In host memory, drawn before the ledger can see it.
     batches = {step: workload.train_batch(step) for step in set(plan.steps)}
     held_out = {index: workload.eval_batch(index, size) for index in plan.evaluation}
@@ -425,6 +418,7 @@ def memory_pass(
         stack.enter_context(ledger)
         stack.enter_context(phases.listening(ledger))
         ledger.track(workload.model, workload.optimizer, workload.loss_state)
+        micro = strategy.micro_batch_size
 
         def step(index: int) -> None:
             for _ in range(1 + (SKIPPED_AT_MOST if workload.scaler is not None else 0)):
@@ -435,7 +429,7 @@ def memory_pass(
             advance("memory ledger")
 
         def evaluate(index: int) -> bool:
-            evaluate_part(workload, next(split(held_out[index], strategy.micro_batch_size)), phases)
+            evaluate_part(workload, next(split(held_out[index], micro)), phases)
             return True
 
         found = run_plan(plan, ledger, step, evaluate)

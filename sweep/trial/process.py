@@ -1,8 +1,7 @@
-"""A trial in its own process: no peak, fragmentation or broken CUDA context carries over, and a crash is a result.
+"""A function of a config in a process of its own: no peak, fragmentation or broken CUDA context carries over.
 
-The parent writes request.json into the trial's folder and starts `python -m sweep.trial.process <folder>`; the child
-writes result.json there (run.json: one repeat of a trial; traced.json: a look inside of one) and tells its progress as
-JSON lines on standard output.
+The parent writes request.json into a folder and starts `python -m sweep.trial.process FOLDER`; the child calls the
+function that the request names, writes what it returns as JSON and tells its progress as JSON lines on standard output.
 """
 
 from __future__ import annotations
@@ -10,28 +9,40 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pkgutil
 import queue
 import signal
 import subprocess
 import sys
 import threading
 import time
+import typing
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from sweep.config.check import typed
 from sweep.config.schema import Config, plain
 from sweep.errors import BadInput
 from sweep.interrupts import end_with_parent
-from sweep.results import Outcome, Run, Trace, TrialResult, from_dict, read_trial, write_json
+from sweep.results import Outcome, Run, Trace, TrialResult, read_as, write_json
 from sweep.trial.measure import Progress, no_progress
-from sweep.trial.trial import describe, run_repeat, run_trace, run_trial, save
+from sweep.trial.trial import describe, run_repeat, run_trace, run_trial
+
+T = TypeVar("T")
 
 #: Start of an interpreter, imports and the model; the trial itself is limited by measure.timeout_s.
 STARTUP_S = 120.0
-RESULT, RUN, TRACED = "result.json", "run.json", "traced.json"
 TAIL_CHARACTERS = 4000
+
+
+class Died(RuntimeError):
+    """A process gave no answer. last_words: the end of what it wrote to standard error."""
+
+    def __init__(self, outcome: Outcome, what: str, last_words: str) -> None:
+        super().__init__(what)
+        self.outcome, self.last_words = outcome, last_words
 
 
 def run_isolated(
@@ -43,64 +54,64 @@ def run_isolated(
     first_round: bool = False,
     shared: Path | None = None,
 ) -> TrialResult:
-    """Run one trial in a fresh process. Raises BadInput as the trial would; everything else is in the result.
-
-    shared: see sweep.trial.verify.verify.
-    """
+    """`run_trial` in a fresh process. Raises BadInput as it does; everything else is in the result."""
     started = time.perf_counter()
-    request = {"config": plain(config), "name": name, "first_round": first_round, "shared": shared and str(shared)}
-    failed = run_child(request, folder, RESULT, config.measure.timeout_s, progress)
-    if failed is None:
-        return read_trial(folder / RESULT)
-    result = describe(config, name)
-    result.outcome, result.error = failed[0].value, failed[1]
-    result.details = (folder / "stderr.log").read_text(errors="replace")[-TAIL_CHARACTERS:]
-    result.wall_s = time.perf_counter() - started
+    more = {"name": name, "first_round": first_round, "shared": shared and str(shared)}
+    try:
+        result = call(run_trial, config, folder, "result.json", progress, **more)
+    except Died as died:
+        result = describe(config, name)
+        result.outcome, result.error, result.details = died.outcome.value, str(died), died.last_words
+        result.wall_s = time.perf_counter() - started
+    for run in result.measurement.runs if result.measurement is not None else ():
+        run.fresh_process = True
     return result
 
 
 def run_isolated_repeat(config: Config, index: int, folder: Path, *, progress: Progress = no_progress) -> Run:
-    """Repeat a trial's timed run in a fresh process, as round `index`. Whatever goes wrong is in Run.error.
-
-    folder: for the request, the answer and the process's errors.
-    """
+    """`run_repeat` in a fresh process. Whatever goes wrong is in Run.error."""
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
-    request = {"config": plain(config), "repeat": index}
     try:
-        failed = run_child(request, folder, RUN, config.measure.timeout_s, progress)
-    except BadInput as error:
-        failed = Outcome.invalid, str(error)
-    if failed is None:
-        return from_dict(Run, json.loads((folder / RUN).read_text(encoding="utf-8")))
-    seed = config.workload.seed + index % config.measure.seeds
-    outcome, wrong = failed
-    return Run(index, seed, started_at, fresh_process=True, error=wrong, outcome=outcome.value)
+        run = call(run_repeat, config, folder, "run.json", progress, index=index)
+    except Died as died:
+        seed = config.workload.seed + index % config.measure.seeds
+        run = Run(index=index, seed=seed, started_at=started_at, error=str(died), outcome=died.outcome.value)
+    run.fresh_process = True
+    return run
 
 
 def run_isolated_trace(config: Config, name: str, folder: Path, *, progress: Progress = no_progress) -> Trace:
-    """Trace a trial in a fresh process, into `folder`. Raises RuntimeError where that process gave no trace."""
-    failed = run_child({"config": plain(config), "trace": name}, folder, TRACED, config.measure.timeout_s, progress)
-    if failed is not None:
-        last = [line for line in (folder / "stderr.log").read_text(errors="replace").splitlines() if line.strip()]
-        raise RuntimeError(f"{failed[1]}: {last[-1]}" if last else failed[1])
-    return from_dict(Trace, json.loads((folder / TRACED).read_text(encoding="utf-8")))
+    """`run_trace` in a fresh process. Raises RuntimeError where that gave no trace."""
+    try:
+        return call(run_trace, config, folder, "traced.json", progress, name=name, into=str(folder))
+    except Died as died:
+        last = [line for line in died.last_words.splitlines() if line.strip()]
+        raise RuntimeError(f"{died}: {last[-1]}" if last else str(died)) from died
 
 
-def run_child(
-    request: dict[str, Any],
-    folder: Path,
-    answer: str,
-    timeout_s: float,
-    progress: Progress,
-    module: str = "sweep.trial.process",
-) -> tuple[Outcome, str] | None:
-    """Let a fresh process write `folder / answer`. Returns None where it is there, else what happened, in words."""
+def call(
+    function: Callable[..., T], config: Config, folder: Path, answer: str, progress: Progress, **arguments: Any
+) -> T:
+    """`function(config, progress=..., **arguments)` in a fresh process, which leaves what it returns as folder/answer.
+
+    function: of a module, returning a dataclass. arguments: what JSON can hold. Raises Died, or BadInput as it does.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / answer).unlink(missing_ok=True)
+    name = f"{function.__module__}:{function.__qualname__}"
+    request = {"function": name, "config": plain(config), "arguments": arguments, "answer": answer}
     write_json(request, folder / "request.json")
+    failed = _run(folder, answer, config.measure.timeout_s, progress)
+    if failed is not None:
+        raise Died(*failed, (folder / "stderr.log").read_text(errors="replace")[-TAIL_CHARACTERS:])
+    return read_as(typing.get_type_hints(function)["return"], folder / answer)
+
+
+def _run(folder: Path, answer: str, timeout_s: float, progress: Progress) -> tuple[Outcome, str] | None:
+    """Let a fresh process answer the request in `folder`. None where the answer is there, else what happened."""
     with (folder / "stderr.log").open("wb") as stderr:
         child = subprocess.Popen(
-            [sys.executable, "-m", module, str(folder)],
+            [sys.executable, "-m", "sweep.trial.process", str(folder)],
             stdout=subprocess.PIPE,
             stderr=stderr,
             stdin=subprocess.PIPE,  # see `end_with_parent`
@@ -122,9 +133,7 @@ def run_child(
             child.stdin.close()
     if bad_input is not None:
         raise bad_input
-    if (folder / answer).is_file():
-        return None
-    return Outcome.crashed, f"the process {_how_it_ended(child.returncode)}"
+    return None if (folder / answer).is_file() else (Outcome.crashed, f"the process {_how_it_ended(child.returncode)}")
 
 
 def _follow(child: subprocess.Popen[bytes], progress: Progress, deadline: float) -> BadInput | None:
@@ -190,30 +199,18 @@ def main(folder: Path) -> int:
     def say(**message: object) -> None:
         channel.write(json.dumps(message) + "\n")
 
-    request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
-    config, name = typed(request["config"]), request.get("name")
-
     def progress(done: int, total: int, what: str) -> None:
         say(progress=[done, total, what])
 
+    request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
+    function = pkgutil.resolve_name(request["function"])
     try:
-        if "trace" in request:
-            write_json(run_trace(config, request["trace"], folder, progress=progress), folder / TRACED)
-            return 0
-        if name is None:
-            run = run_repeat(config, request["repeat"], progress=progress)
-            run.fresh_process = True
-            write_json(run, folder / RUN)
-            return 0
-        shared = request["shared"] and Path(request["shared"])
-        result = run_trial(config, name, progress=progress, first_round=request["first_round"], shared=shared)
+        found = function(typed(request["config"]), progress=progress, **request["arguments"])
     except BadInput as error:
         value = error.value if isinstance(error.value, (str, int, float, type(None))) else str(error.value)
         say(bad_input=[error.key, value, error.wrong, error.todo])
         return 2
-    for run in result.measurement.runs if result.measurement is not None else ():
-        run.fresh_process = True
-    save(result, folder)
+    write_json(found, folder / request["answer"])
     return 0
 
 

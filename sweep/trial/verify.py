@@ -668,7 +668,7 @@ class Differences:
         return "; ".join(found + self.counts)
 
 
-def verify(config: Config, device: torch.device, data: DataSource, shared: Path | None = None) -> Verification:
+def verify(config: Config, device: torch.device, data: DataSource, shared: Path | str | None = None) -> Verification:
     """Compare `config.strategy` with the baseline on `device`; on a smaller batch or fewer blocks where it must be.
 
     shared: a folder in which trials of other processes leave and find what they have in common.
@@ -681,7 +681,7 @@ def verify(config: Config, device: torch.device, data: DataSource, shared: Path 
     hooks = strategy.checkpoint.granularity is not Granularity.none or strategy.offload.placement is not Placement.none
     found = []
     with plain_surroundings(device):
-        comparison = _Comparison(config, device, data, shared)
+        comparison = _Comparison(config, device, data, None if shared is None else Path(shared))
         if hooks:
             found.append(comparison.fitting(comparison.same_kernels))
         if micro_batch_size(strategy, batch) < batch and all(v.passed for v in found):

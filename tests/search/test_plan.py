@@ -19,13 +19,15 @@ from sweep.config.schema import (
     plain,
 )
 from sweep.config.strategy_names import describe as name_of
-from sweep.config.strategy_names import kind_of, strategy_at
+from sweep.config.strategy_names import is_baseline, kind_of, strategy_at
 from sweep.results import Measurement, Outcome, TrialResult
 from sweep.search.forecast import Forecast, signature
-from sweep.search.plan import Candidate, Line, Pieces, fill, make_plan, probe_isolated, rank
+from sweep.search.plan import Candidate, Line, Pieces, fill, make_plan, probe_here, rank
 from sweep.search.preflight import Choices, Preflight, choices, limits, suggest
 from sweep.search.space import walk
-from sweep.trial.trial import describe, is_baseline
+from sweep.trial.measure import no_progress
+from sweep.trial.process import call
+from sweep.trial.trial import describe
 from tests.small_workloads import config
 
 WHOLE = 8
@@ -356,7 +358,8 @@ def test_micro_steps_can_be_timed_in_a_process_of_their_own(small: Config, tmp_p
     """What CUDA devices get; here the process has a CPU."""
     strategies = [strategy(4), strategy(4, "blocks"), strategy(4, "segments", 9)]
     strategies[2].checkpoint.segment_size = 9  # more than there are blocks: goes wrong, and is not the end of it
-    probed = probe_isolated(small, strategies, tmp_path)
+    asked = [plain(s) for s in strategies]
+    probed = call(probe_here, small, tmp_path, "probe.json", no_progress, strategies=asked)
     assert probed.micro_step_ms[0] > 0
     assert probed.micro_step_ms[1] > 0
     assert probed.micro_step_ms[2] is None

@@ -13,10 +13,10 @@ from small_workloads import config, data_of
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from sweep.config.schema import CheckpointConf, Granularity
+from sweep.config.schema import MATMUL_AND_ATTENTION, CheckpointConf, Granularity
 from sweep.errors import BadInput, NotEquivalent
 from sweep.results import Phase
-from sweep.strategy.checkpointing import MATMUL_AND_ATTENTION, check, checkpointing
+from sweep.strategy.checkpointing import check, checkpointing
 from sweep.strategy.state import SMALL_BYTES
 from sweep.workload import Block, build_workload, find_blocks
 from sweep.workload.step import Phases, run_step

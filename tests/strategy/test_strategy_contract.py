@@ -25,7 +25,7 @@ from sweep.config.schema import Dtype, Granularity, OffloadImplementation, Place
 from sweep.errors import NotEquivalent, NothingOffloaded, NothingRecomputed
 from sweep.results import Verification
 from sweep.strategy import applied
-from sweep.trial.measure import ledger_pass
+from sweep.trial.measure import memory_pass
 from sweep.trial.predict import predict
 from sweep.trial.trial import run_trial
 from sweep.trial.verify import MOVED, ROUNDING, TOLERANCE, FixedDraws, verify
@@ -357,7 +357,7 @@ def test_hard_blocks_compute_what_the_baseline_computes(name: str, strategy: str
 def test_copies_of_state_are_counted_and_predicted(name: str) -> None:
     c = config(HARD[name], "checkpoint", measure={"steps": 1})
     data = data_of(c.workload)
-    assert predict(c, data, emulations="cpu").peak.mib == ledger_pass(c, CPU, data, None).mib
+    assert predict(c, data, emulations="cpu").peak.mib == memory_pass(c, CPU, data).peak_mib
 
 
 # -- strategies that do nothing, or act on a part ----------------------------------------------------------------------

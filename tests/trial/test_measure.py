@@ -23,8 +23,8 @@ from sweep.trial.clock import CpuClock
 from sweep.trial.measure import (
     evaluate,
     evidence_of,
-    ledger_pass,
     measure,
+    memory_pass,
     quartiles,
     repeat,
     round_config,
@@ -324,7 +324,8 @@ def test_offload_that_moves_nothing_is_no_measurement() -> None:
 def peak_of(strategy: str, capacity_mib: float | None = None, seed: int = 3) -> float:
     c = config("gpt_eager", strategy)
     c.workload.seed = seed
-    return ledger_pass(c, CPU, data_of(c.workload), capacity_mib).mib
+    c.device.capacity_mib = capacity_mib
+    return memory_pass(c, CPU, data_of(c.workload)).peak_mib
 
 
 @pytest.mark.parametrize("strategy", ["baseline", "micro_batch", "checkpoint", "hybrid"])
@@ -350,8 +351,10 @@ def test_capacity_is_enforced_to_the_block(strategy: str) -> None:
 
 
 def test_a_measurement_ends_at_the_capacity() -> None:
+    c = config("gpt")
+    c.device.capacity_mib = 0.1
     with pytest.raises(DeviceOutOfMemory):
-        run(config("gpt"), capacity_mib=0.1)
+        run(c)
 
 
 def test_the_ledger_is_off_while_steps_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:

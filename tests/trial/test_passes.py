@@ -19,7 +19,7 @@ from sweep.config.schema import Config
 from sweep.errors import BadInput, DeviceOutOfMemory
 from sweep.memory.ledger import Ledger
 from sweep.results import MIB, Prediction
-from sweep.trial.measure import ledger_pass, measure, memory_pass
+from sweep.trial.measure import measure, memory_pass
 from sweep.trial.predict import predict
 from sweep.workload import build_data, build_workload
 from sweep.workload.batch import largest_of, map_batch, part_of, samples_in, shapes_of, tensors_of
@@ -44,7 +44,7 @@ def config(model: str = "Tokens", *overrides: str, data: str = "Lengths", **data
 def both(conf: Config) -> Prediction:
     """The prediction, which is what the ledger's pass of a measurement sees."""
     data = build_data(conf.workload)
-    predicted, seen = predict(conf, data), memory_pass(conf, CPU, data, None)
+    predicted, seen = predict(conf, data), memory_pass(conf, CPU, data)
     assert predicted.peak == seen.peak
     assert predicted.allocated_mib == seen.peak_mib
     assert (predicted.largest_step, predicted.shapes_differ) == (seen.largest_step, seen.shapes_differ)
@@ -152,7 +152,7 @@ def test_the_peak_is_that_of_the_largest_of_the_steps_that_run() -> None:
     conf.device.capacity_mib = (predicted.allocated_mib + max(peaks_of_steps(conf, 2))) / 2
     assert not predict(conf).fits
     with pytest.raises(DeviceOutOfMemory):
-        measure(conf, CPU, build_data(conf.workload), capacity_mib=conf.device.capacity_mib)
+        measure(conf, CPU, build_data(conf.workload))
 
 
 def test_steps_that_do_not_run_are_named_and_not_counted() -> None:
@@ -196,8 +196,8 @@ def test_evaluation_that_is_larger_than_training_is_the_peak() -> None:
     assert training.evaluation_mib is None
     conf.measure.eval_batches = 1
     with pytest.raises(DeviceOutOfMemory, match="evaluation"):
-        capacity = (training.allocated_mib + predicted.allocated_mib) / 2
-        measure(conf, CPU, build_data(conf.workload), capacity_mib=capacity)
+        conf.device.capacity_mib = (training.allocated_mib + predicted.allocated_mib) / 2
+        measure(conf, CPU, build_data(conf.workload))
 
 
 # -- what a model keeps ----------------------------------------------------------------------------------------------
@@ -450,4 +450,4 @@ def test_the_memory_pass_sees_steps_whose_updates_take_effect() -> None:
     predicted = both(conf)
     assert predicted.at_peak_mib["optimizer_state"] > 0
     m = measure(conf, CPU, build_data(conf.workload))
-    assert m.peak_allocated_mib == ledger_pass(conf, CPU, build_data(conf.workload), None).mib
+    assert m.peak_allocated_mib == memory_pass(conf, CPU, build_data(conf.workload)).peak_mib

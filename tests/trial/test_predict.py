@@ -19,7 +19,7 @@ from sweep.errors import BadInput, CannotPredict
 from sweep.memory.ledger import Ledger
 from sweep.results import MIB, Peak
 from sweep.strategy import applied
-from sweep.trial.measure import ledger_pass, measure
+from sweep.trial.measure import measure, memory_pass
 from sweep.trial.predict import predict
 from sweep.workload import Batch, DataSource, build_data, build_workload
 from sweep.workload.step import Phases, run_step
@@ -105,7 +105,7 @@ def test_equals_what_a_trial_on_a_cpu_reports(text: DataSource) -> None:
         "workload=gpt_tiny", "workload.seq_len=32", "workload.global_batch_size=2", "device=cpu", "strategy=hybrid"
     )
     conf.strategy.offload.min_tensor_kib = 1
-    assert predict(conf, text).peak == ledger_pass(conf, CPU, text, None)
+    assert predict(conf, text).peak == memory_pass(conf, CPU, text).peak
 
 
 @pytest.mark.parametrize("implementation", ["loop", "foreach", "fused"])
@@ -469,7 +469,7 @@ def penalty_loss(model: nn.Module, batch: Batch) -> Tensor:
 def test_a_loss_that_takes_gradients_is_evaluated_too(strategy: str) -> None:
     conf = of_model("Stack", "Vectors", f"strategy={strategy}", "measure=quick", "measure.eval_batches=1")
     conf.workload.loss = {"_target_": f"{__name__}.penalty_loss"}
-    assert predict(conf).allocated_mib == pytest.approx(ledger_pass(conf, CPU, Vectors(), None).mib, rel=1e-4)
+    assert predict(conf).allocated_mib == pytest.approx(memory_pass(conf, CPU, Vectors()).peak_mib, rel=1e-4)
     found = measure(conf, CPU, Vectors())
     assert found.eval_loss is not None and found.eval_loss_before is not None
     assert found.eval_loss < found.eval_loss_before

@@ -14,7 +14,7 @@ from torch.profiler import profile
 
 import sweep.trial.profile as module
 from sweep.results import RANGES, Phase, Trace, from_dict, to_dict
-from sweep.trial.measure import ledger_pass
+from sweep.trial.measure import memory_pass
 from sweep.trial.profile import (
     RANGE,
     SNAPSHOT,
@@ -117,7 +117,7 @@ def test_recomputation_and_micro_steps_call_more_operators(traces: dict[str, tup
 @pytest.mark.parametrize("strategy", EXTRA)
 def test_the_memory_over_a_step_peaks_as_measured(traces: dict[str, tuple[Trace, Path]], strategy: str) -> None:
     c = config("gpt", strategy)
-    peak = ledger_pass(c, CPU, data_of(c.workload), None)
+    peak = memory_pass(c, CPU, data_of(c.workload)).peak
     data = json.loads((traces[strategy][1] / "memory_timeline.json").read_text())
     totals = [sum(values) for values in zip(*data["mib"].values())]
     assert max(totals) == pytest.approx(peak.mib, abs=1e-3) == pytest.approx(data["peak"]["mib"], abs=1e-3)

@@ -23,11 +23,13 @@ from sweep.config.schema import (
     StrategyConf,
     TrackingConf,
 )
+from sweep.config.strategy_names import fixed_id, is_baseline, strategy_id
 from sweep.decide.verdict import conclude
 from sweep.errors import NotEquivalent
 from sweep.report import judge
 from sweep.session import Session, State, now
-from sweep.trial.trial import check_known, fixed_id, is_baseline, run_trial, strategy_id
+from sweep.trial.check import check_known
+from sweep.trial.trial import run_trial
 from tests.small_workloads import config
 
 BLOCKS, SELECTIVE, SEGMENTS = Granularity.blocks, Granularity.selective, Granularity.segments

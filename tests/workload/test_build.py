@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sweep.config.schema import WorkloadConf
 from sweep.errors import BadInput
 from sweep.results import MIB
-from sweep.trial.measure import ledger_pass
+from sweep.trial.measure import memory_pass
 from sweep.trial.predict import predict
 from sweep.workload import (
     build_data,
@@ -319,7 +319,7 @@ def test_what_a_loss_holds_is_counted(strategy: str) -> None:
         {"model": VIT, "data": DIGITS, "loss": {"_target_": "small_models.ProxyLoss", "classes": classes}}, strategy
     )
     small, large = of(10), of(100_010)
-    peaks = [ledger_pass(c, CPU, data_of(c.workload), None) for c in (small, large)]
+    peaks = [memory_pass(c, CPU, data_of(c.workload)).peak for c in (small, large)]
     predicted = predict(large, data_of(large.workload), emulations="cpu")
     assert predicted.peak.mib == peaks[1].mib
     further = 100_000 * 10 * 4 / MIB
