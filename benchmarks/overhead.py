@@ -30,7 +30,7 @@ from rich.table import Table  # noqa: E402
 
 from sweep.environment import environment  # noqa: E402
 from sweep.trial.measure import memory_pass  # noqa: E402
-from sweep.config.device import resolve_device  # noqa: E402
+from sweep.memory.device import resolve_device  # noqa: E402
 from sweep.trial.predict import predict  # noqa: E402
 from sweep.results import write_json  # noqa: E402
 from sweep.config.check import typed# noqa: E402

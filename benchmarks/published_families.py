@@ -13,9 +13,10 @@ from typing import Any
 
 from benchmarks.published_models import qwen
 from sweep.config.check import typed
-from sweep.config.device import cublas_workspace_mib, load_profile, resolve_device
+from sweep.config.device import cublas_workspace_mib, load_profile
 from sweep.config.schema import Config, plain
 from sweep.errors import BadInput
+from sweep.memory.device import resolve_device
 
 MODELS = "benchmarks.published_models"
 

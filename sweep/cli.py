@@ -278,7 +278,7 @@ class SweepCallback(Callback):
     ) -> None:
         configs = [typed(job) for job in jobs or []]
         # torch comes in here, after whatever is wrong with the words of the command line has been found.
-        from sweep.config.device import resolve_device
+        from sweep.memory.device import resolve_device
         from sweep.session import Session
         from sweep.trial.check import check_trial
 

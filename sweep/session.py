@@ -20,7 +20,6 @@ from rich.console import Console
 
 from sweep import tracking
 from sweep.config.check import typed
-from sweep.config.device import resolve_device
 from sweep.config.schema import Config, Mode, StrategyConf, TrackingConf, plain
 from sweep.config.strategy_names import (
     fixed_id,
@@ -35,6 +34,7 @@ from sweep.diagnose.facts import Diagnosis
 from sweep.diagnose.job import diagnoses_in, print_all, run_diagnosis
 from sweep.errors import EXIT_NOTHING_FEASIBLE, EXIT_OK, BadInput, DoesNotFit
 from sweep.interrupts import whole
+from sweep.memory.device import resolve_device
 from sweep.outcomes import one_line
 from sweep.progress import Display
 from sweep.repeats import in_own_process, repeat_in_turn

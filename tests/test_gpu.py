@@ -10,7 +10,7 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from sweep.config.check import typed
-from sweep.config.device import resolve_device
+from sweep.memory.device import resolve_device
 from sweep.results import TrialResult
 from sweep.trial.process import run_isolated
 from sweep.trial.verify import verify

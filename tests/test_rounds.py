@@ -14,11 +14,11 @@ from small_workloads import config
 
 import sweep.repeats as module
 from sweep import tracking
-from sweep.config.device import resolve_device
 from sweep.config.schema import Config
 from sweep.config.strategy_names import fixed_id
 from sweep.decide.verdict import conclude
 from sweep.errors import DeviceOutOfMemory
+from sweep.memory.device import resolve_device
 from sweep.progress import Display
 from sweep.repeats import repeat_in_turn
 from sweep.report import read_sweep

@@ -1,26 +1,23 @@
-"""Device profiles: what is known of a card without having it, and what torch says of the one that is here.
+"""Device profiles: what is known of a card without having it. A profile is a file of conf/device/.
 
-A profile is a file of conf/device/. `resolve_device` fills in the rest: for `auto` from torch (and from the profile of
-the card that was found, where there is one), for anything else by rule. torch is imported only when it is asked.
+What torch says of the card that is here, and what `auto` becomes, is sweep.memory.device's to find.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from sweep.config.schema import DeviceConf
 from sweep.errors import BadInput
-from sweep.memory.allocator import AllocatorOptions
+from sweep.results import MIB
 
-MIB = 2**20
 PROFILES = Path(__file__).resolve().parents[2] / "conf" / "device"
 #: cuBLAS's workspace (parseChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp): two chunks of 4096 KiB and
 #: eight of 16 KiB (":4096:2:16:8"); 32 MiB on Hopper and, since torch 2.12, on Blackwell (majors 10, 11 and 12).
@@ -29,52 +26,45 @@ CUBLAS_WORKSPACE_LARGE_MIB = 32.0
 BLACKWELL_LARGE_SINCE = (2, 12)
 #: From this torch on, a workspace is taken for each product of matrices and not kept (pytorch#194311).
 CUBLAS_WORKSPACE_PER_CALL_SINCE = (2, 14)
+#: A max_split_size_mb of up to this (kLargeBuffer, the segment of smaller requests) is an error in torch, too.
+LEAST_MAX_SPLIT_MIB = 20
 #: What driver, context and loaded kernels take per multiprocessor, where no message of that card is public. Median of
 #: the cards in conf/device/ that have one: T4 3.4, L4 4.1, A10 3.1, A100 4.6 and 3.8, A800 4.8, RTX 4090 3.7, 5090 3.6.
 CONTEXT_MIB_PER_MULTIPROCESSOR = 3.6
 
 
-def resolve_device(conf: DeviceConf) -> DeviceConf:
-    """The device with everything filled in that can be known; values that were given stay. `auto` becomes what is here.
+@dataclass(frozen=True)
+class AllocatorOptions:
+    """The part of PYTORCH_CUDA_ALLOC_CONF that changes where blocks go."""
 
-    Raises BadInput for `device=auto device.type=cuda` on a machine without one, and for an index that does not exist.
-    """
-    if conf.type == "cuda" and conf.name != "auto":  # a profile: it need not be here
-        return _by_rule(conf)
-    if conf.type == "cpu":
-        return conf
-    import torch
+    max_split_size: int | None = None  # bytes; blocks from this size on are never cut
+    expandable_segments: bool = False
 
-    if not torch.cuda.is_available():
-        if conf.type == "cuda":
-            todo = "use device=cpu, or a profile with mode=predict"
-            raise BadInput("device.type", "cuda", "this machine has no CUDA device", todo)
-        return replace(conf, type="cpu", name="cpu")
-    count = torch.cuda.device_count()
-    if conf.index >= count:
-        raise BadInput("device.index", conf.index, f"this machine has {count} CUDA device(s)", f"give 0 to {count - 1}")
-    properties = torch.cuda.get_device_properties(conf.index)
-    capability = f"{properties.major}.{properties.minor}"
-    total_mib = properties.total_memory / MIB
-    seen: dict[str, Any] = {
-        "capacity_mib": total_mib,
-        "compute_capability": capability,
-        "torch_name": properties.name,
-        "context_mib": round(CONTEXT_MIB_PER_MULTIPROCESSOR * properties.multi_processor_count),
-        "multiprocessors": properties.multi_processor_count,
-        "source": "torch.cuda.get_device_properties",
-    }
-    known = find_profile(properties.name, capability, total_mib)
-    if known is not None:
-        from_profile = ("context_mib", "memory_bandwidth_gb_s", "link_bandwidth_gb_s", "peak_tflops", "source")
-        seen |= {name: getattr(known, name) for name in from_profile}
-    default = DeviceConf()
-    missing = {n: v for n, v in seen.items() if getattr(conf, n) == getattr(default, n)}
-    name = properties.name if known is None else known.name
-    return _by_rule(replace(conf, type="cuda", name=name, **missing))
+    @classmethod
+    def parse(cls, text: str, key: str = "PYTORCH_CUDA_ALLOC_CONF") -> AllocatorOptions:
+        """Read PYTORCH_CUDA_ALLOC_CONF's own syntax, such as "expandable_segments:True,max_split_size_mb:128".
+
+        `key` names the setting in the BadInput that an option without a replay raises.
+        """
+        split: int | None = None
+        expandable = False
+        for part in filter(None, (p.strip() for p in text.split(","))):
+            name, _, value = (p.strip() for p in part.partition(":"))
+            if name == "max_split_size_mb" and value.isdigit():
+                split = int(value) * MIB
+                if int(value) <= LEAST_MAX_SPLIT_MIB:
+                    todo = f"give more than {LEAST_MAX_SPLIT_MIB}"
+                    raise BadInput(key, text, "max_split_size_mb is too small", todo)
+            elif name == "expandable_segments" and value.lower() in ("true", "false"):
+                expandable = value.lower() == "true"
+            else:
+                todo = "use max_split_size_mb:N and expandable_segments:True|False"
+                raise BadInput(key, text, f"{part} cannot be replayed", todo)
+        return cls(split, expandable)
 
 
-def _by_rule(conf: DeviceConf) -> DeviceConf:
+def completed(conf: DeviceConf) -> DeviceConf:
+    """A CUDA device with what follows by rule filled in; values that were given stay."""
     return replace(
         conf,
         cublas_workspace_mib=cublas_workspace_mib(conf),
@@ -145,27 +135,11 @@ def load_profile(name: str) -> DeviceConf:
 def find_profile(torch_name: str, capability: str, total_mib: float) -> DeviceConf | None:
     """The profile of the card that torch calls `torch_name`; of several (24 and 48 GB), the one nearest in memory."""
     cards = [load_profile(name) for name in profile_names()]
-    fitting = [c for c in cards if c.torch_name is not None and _is_card(c, torch_name, capability, total_mib)]
+    fitting = [c for c in cards if c.torch_name is not None and is_card(c, torch_name, capability, total_mib)]
     return min(fitting, key=lambda c: abs((c.capacity_mib or 0.0) - total_mib), default=None)
 
 
-def machine_has(conf: DeviceConf) -> bool:
-    """Whether trials can be measured on this device here and now."""
-    if conf.type == "cpu":
-        return True
-    import torch
-
-    if not torch.cuda.is_available():
-        return conf.type == "auto"
-    if conf.index >= torch.cuda.device_count():
-        return False
-    if conf.torch_name is None:
-        return True
-    found = torch.cuda.get_device_properties(conf.index)
-    return _is_card(conf, found.name, f"{found.major}.{found.minor}", found.total_memory / MIB)
-
-
-def _is_card(conf: DeviceConf, torch_name: str, capability: str, total_mib: float) -> bool:
+def is_card(conf: DeviceConf, torch_name: str, capability: str, total_mib: float) -> bool:
     """Name, architecture and memory agree; drivers differ by up to 3 % in the memory that they show."""
     names = torch_name == conf.torch_name or fnmatchcase(torch_name, conf.torch_name or "")
     same_architecture = conf.compute_capability in (None, capability)

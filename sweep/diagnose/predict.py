@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 import psutil
 from torch import nn
 
-from sweep.config.device import allocator_capacity, machine_has, resolve_device
+from sweep.config.device import allocator_capacity
 from sweep.config.schema import Config, DeviceConf, Dtype, StrategyConf, plain, quarter_of
 from sweep.config.strategy_names import describe
 from sweep.decide.reasons import LASTING
@@ -34,6 +34,7 @@ from sweep.diagnose.facts import (
     Setting,
 )
 from sweep.errors import BadInput, NotEquivalent, NothingOffloaded
+from sweep.memory.device import machine_has, resolve_device
 from sweep.outcomes import one_line
 from sweep.results import MIB, Category, Finding, Phase, Prediction
 from sweep.strategy import accumulation_steps, check_blocks, micro_batch_size

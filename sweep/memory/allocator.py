@@ -3,8 +3,7 @@
 The rules are those of c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h of PyTorch 2.1 to 2.13, which
 did not change in what concerns sizes:
 
-- A request is rounded up to 512 B. Up to 1 MiB it is served by the small pool, above by the large one; each stream has
-  its own two.
+- A request is rounded up to 512 B. Up to 1 MiB it is served by the small pool, above by the large one.
 - A pool gives its smallest free block that is large enough, at equal size the one with the lowest address, and cuts it
   if the rest is worth keeping: 512 B or more in the small pool, more than 1 MiB in the large one. A rest that is not
   cut off is part of the block, and torch counts the whole block as allocated.
@@ -17,9 +16,8 @@ Assumption: cudaMalloc hands out rising addresses and does not reuse those of se
 only between free blocks of equal size, so another order moves the reserved peak by a few segments at most. CUDA
 promises no order.
 
-Not replayed, all of them off by default: CUDA graphs' private pools, garbage_collection_threshold,
-roundup_power2_divisions, user memory pools. `Tensor.record_stream` delays a free by the time of another stream; here a
-free takes effect where it stands in the events.
+Not replayed: pools of other streams, and what is off by default: CUDA graphs' private pools,
+garbage_collection_threshold, roundup_power2_divisions, user memory pools.
 
 All sizes are bytes.
 """
@@ -27,13 +25,10 @@ All sizes are bytes.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
-from typing import Any
 
-from sweep.errors import BadInput
+from sweep.config.device import AllocatorOptions
+from sweep.results import MIB
 
-MIB = 2**20
 MIN_BLOCK = 512  # kMinBlockSize: everything is a multiple of it
 SMALL_SIZE = 1 * MIB  # kSmallSize: the largest request of the small pool
 SMALL_SEGMENT = 2 * MIB  # kSmallBuffer
@@ -42,112 +37,87 @@ LARGE_SEGMENT = 20 * MIB  # kLargeBuffer: segment of the large pool's smaller re
 ROUND_LARGE = 2 * MIB  # kRoundLarge
 #: An unsplittable block may be larger than the request by less than this (max_non_split_rounding_size).
 MAX_NON_SPLIT_ROUNDING = LARGE_SEGMENT
+DEFAULT_OPTIONS = AllocatorOptions()
 
 
-def round_size(nbytes: int) -> int:
-    """What a request of `nbytes` takes at least."""
-    return max(MIN_BLOCK, (nbytes + MIN_BLOCK - 1) // MIN_BLOCK * MIN_BLOCK)
+def round_up(nbytes: int, multiple: int = MIN_BLOCK) -> int:
+    return -(-nbytes // multiple) * multiple
 
 
 def segment_size(size: int) -> int:
     """The cudaMalloc that a request of `size` bytes (rounded) leads to when no free block is large enough."""
     if size <= SMALL_SIZE:
         return SMALL_SEGMENT
-    if size < MIN_LARGE_ALLOC:
-        return LARGE_SEGMENT
-    return (size + ROUND_LARGE - 1) // ROUND_LARGE * ROUND_LARGE
-
-
-@dataclass(frozen=True)
-class AllocatorOptions:
-    """The part of PYTORCH_CUDA_ALLOC_CONF that changes where blocks go."""
-
-    max_split_size: int | None = None  # bytes; blocks from this size on are never cut
-    expandable_segments: bool = False
-
-    @classmethod
-    def parse(cls, text: str, key: str = "PYTORCH_CUDA_ALLOC_CONF") -> AllocatorOptions:
-        """Read PYTORCH_CUDA_ALLOC_CONF's own syntax, such as "expandable_segments:True,max_split_size_mb:128".
-
-        `key` names the setting in the BadInput that an option without a replay raises.
-        """
-        split: int | None = None
-        expandable = False
-        for part in filter(None, (p.strip() for p in text.split(","))):
-            name, _, value = (p.strip() for p in part.partition(":"))
-            if name == "max_split_size_mb" and value.isdigit():
-                split = int(value) * MIB
-                if split <= LARGE_SEGMENT:
-                    raise BadInput(
-                        key, text, "max_split_size_mb is too small", f"give more than {LARGE_SEGMENT // MIB}"
-                    )
-            elif name == "expandable_segments" and value.lower() in ("true", "false"):
-                expandable = value.lower() == "true"
-            else:
-                raise BadInput(
-                    key,
-                    text,
-                    f"{part} cannot be replayed",
-                    "use max_split_size_mb:N and expandable_segments:True|False",
-                )
-        return cls(split, expandable)
-
-
-DEFAULT_OPTIONS = AllocatorOptions()
-
-
-@dataclass(frozen=True)
-class OutOfMemory:
-    """The first request that found no memory."""
-
-    request: int  # its number, counted from 0 over all mallocs
-    id: Hashable
-    nbytes: int
-    segment_bytes: int  # what cudaMalloc was asked for
-    allocated: int
-    reserved: int  # after the wholly free segments went back
-    largest_free: int  # the largest free block of the request's pool: fragmentation, if it is near the request
+    return LARGE_SEGMENT if size < MIN_LARGE_ALLOC else round_up(size, ROUND_LARGE)
 
 
 class Block:
     """A piece of a segment: in use, free, or (expandable segments only) not backed by memory."""
 
-    __slots__ = ("address", "allocated", "mapped", "next", "pool", "prev", "requested", "segment", "size")
+    __slots__ = ("address", "allocated", "mapped", "next", "origin", "pool", "prev", "size")
 
-    def __init__(self, address: int, size: int, pool: Pool, segment: Segment) -> None:
-        self.address, self.size, self.pool, self.segment = address, size, pool, segment
-        self.requested = 0
+    def __init__(self, address: int, size: int, pool: Pool, origin: int) -> None:
+        self.address, self.size, self.pool = address, size, pool
+        self.origin = origin  # the segment's address
         self.prev: Block | None = None
         self.next: Block | None = None
         self.allocated = False
         self.mapped = True
 
+    def split(self, size: int) -> Block:
+        """Keep the first `size` bytes; returns the rest."""
+        rest = Block(self.address + size, self.size - size, self.pool, self.origin)
+        rest.mapped = self.mapped
+        rest.prev, rest.next = self, self.next
+        if self.next is not None:
+            self.next.prev = rest
+        self.next, self.size = rest, size
+        return rest
+
+    def absorb(self, after: Block) -> Block:
+        """Merge with the next block."""
+        self.size += after.size
+        self.next = after.next
+        if after.next is not None:
+            after.next.prev = self
+        return self
+
 
 class Pool:
-    """The free blocks of one stream and one size class, sorted by size, then address."""
+    """The free blocks of one size class, sorted by size, then address."""
 
-    __slots__ = ("free", "small", "stream", "unmapped")
+    __slots__ = ("free", "small", "unmapped")
 
-    def __init__(self, stream: int, small: bool) -> None:
-        self.stream, self.small = stream, small
+    def __init__(self, small: bool) -> None:
+        self.small = small
         self.free: list[tuple[int, int, Block]] = []
         self.unmapped: list[tuple[int, Block]] = []  # by address; expandable segments only
 
-    def add(self, block: Block) -> None:
+    @property
+    def piece(self) -> int:
+        """What an expandable segment grows and shrinks by."""
+        return SMALL_SEGMENT if self.small else LARGE_SEGMENT
+
+    def add(self, block: Block) -> Block:
+        """Add a free block, merged with its free neighbours; returns the merged one."""
+        before, after = block.prev, block.next
+        if after is not None and not after.allocated and after.mapped:
+            self.remove(after)
+            block.absorb(after)
+        if before is not None and not before.allocated and before.mapped:
+            self.remove(before)
+            block = before.absorb(block)
         insort(self.free, (block.size, block.address, block))
+        return block
 
     def remove(self, block: Block) -> None:
         del self.free[bisect_left(self.free, (block.size, block.address))]
 
+    def add_unmapped(self, block: Block) -> None:
+        insort(self.unmapped, (block.address, block))
 
-class Segment:
-    """One cudaMalloc, or one reserved range of addresses. `first` stays the same object through splits and merges."""
-
-    __slots__ = ("address", "expandable", "first", "pool", "size")
-
-    def __init__(self, address: int, size: int, pool: Pool, expandable: bool = False) -> None:
-        self.address, self.size, self.pool, self.expandable = address, size, pool, expandable
-        self.first = Block(address, size, pool, self)
+    def remove_unmapped(self, block: Block) -> None:
+        del self.unmapped[bisect_left(self.unmapped, (block.address,))]
 
 
 class CachingAllocator:
@@ -157,168 +127,76 @@ class CachingAllocator:
     set_per_process_memory_fraction's share of the card, whichever is less. None: unlimited.
     """
 
-    expandable = False
-
     def __init__(self, capacity: int | None = None, options: AllocatorOptions = DEFAULT_OPTIONS) -> None:
-        self.capacity, self.options = capacity, options
+        self.capacity = capacity
         self.allocated = self.allocated_peak = 0  # whole blocks, as torch counts
-        self.requested = self.requested_peak = 0  # what was asked for, before rounding
         self.reserved = self.reserved_peak = 0
-        self.requests = 0
-        self.segments_made = 0  # successful cudaMallocs
-        self.retries = 0  # torch's num_alloc_retries: cudaMallocs tried again after the cache was given back
-        self.oom: OutOfMemory | None = None
         self._allocated_at_reserved_peak = 0
-        self._split_limit = options.max_split_size if options.max_split_size is not None else 1 << 62
-        self._pools: dict[tuple[int, bool], Pool] = {}
-        self._live: dict[Hashable, Block | None] = {}
-        self._segments: dict[int, Segment] = {}  # by address
+        self._max_split_size = options.max_split_size
+        self._split_limit = 1 << 62 if options.max_split_size is None else options.max_split_size
+        self._small, self._large = Pool(True), Pool(False)
+        self._live: dict[int, Block] = {}
         self._next_address = 1 << 40
 
     # -- events --
 
-    def malloc(self, id: Hashable, nbytes: int, stream: int = 0) -> bool:
-        """Serve one request. False when out of memory: `oom` says where; the state is that after the failed retry."""
-        live = self._live
-        if id in live:
-            raise ValueError(f"malloc({id!r}): is already allocated")
-        self.requests += 1
-        if nbytes <= 0:
-            if nbytes < 0:
-                raise ValueError(f"malloc({id!r}, {nbytes}): negative size")
-            live[id] = None  # torch gives a null pointer and counts nothing
-            return True
-        size = (nbytes + 511) & -512
-        small = size <= SMALL_SIZE
-        pool = self._pools.get((stream, small))
-        if pool is None:
-            pool = self._pools[stream, small] = Pool(stream, small)
-        block = self._take_free(pool, size)
+    def malloc(self, id: int, nbytes: int) -> bool:
+        """Serve one request. False when out of memory."""
+        size = round_up(nbytes)
+        pool = self._small if size <= SMALL_SIZE else self._large
+        block = self._take_free(pool, size) or self._grow(pool, size)
         if block is None:
-            block = self._grow(pool, size)
-            if block is None:
-                self._note_oom(id, nbytes, size, pool)
-                return False
-        rest = block.size - size
-        if rest >= MIN_BLOCK if small or self.expandable else rest > SMALL_SIZE and size < self._split_limit:
-            remainder = Block(block.address + size, rest, pool, block.segment)
-            remainder.prev, remainder.next = block, block.next
-            if block.next is not None:
-                block.next.prev = remainder
-            block.next, block.size = remainder, size
-            insort(pool.free, (rest, remainder.address, remainder))
-        block.allocated, block.requested = True, nbytes
-        live[id] = block
-        self.requested += nbytes
-        self.requested_peak = max(self.requested_peak, self.requested)
+            return False
+        block.allocated = True
+        if self._is_cut(pool, size, block.size - size):
+            rest = block.split(size)
+            rest.pool.add(rest)
+        self._live[id] = block
         self.allocated += block.size
         self.allocated_peak = max(self.allocated_peak, self.allocated)
         if self.reserved == self.reserved_peak and self.allocated > self._allocated_at_reserved_peak:
             self._allocated_at_reserved_peak = self.allocated
         return True
 
-    def free(self, id: Hashable) -> None:
+    def free(self, id: int) -> None:
         """Give one allocation back to its pool."""
         block = self._live.pop(id)
-        if block is None:
-            return
         self.allocated -= block.size
-        self.requested -= block.requested
-        block.allocated, block.requested = False, 0
-        pool = block.pool
-        free = pool.free
-        before, after = block.prev, block.next
-        if after is not None and not after.allocated and after.mapped:
-            del free[bisect_left(free, (after.size, after.address))]
-            block.size += after.size
-            block.next = after.next
-            if after.next is not None:
-                after.next.prev = block
-        if before is not None and not before.allocated and before.mapped:
-            del free[bisect_left(free, (before.size, before.address))]
-            before.size += block.size
-            before.next = block.next
-            if block.next is not None:
-                block.next.prev = before
-            block = before
-        insort(free, (block.size, block.address, block))
+        block.allocated = False
+        block.pool.add(block)
 
     def empty_cache(self) -> None:
         """torch.cuda.empty_cache: every wholly free segment goes back to the driver."""
-        for pool in self._pools.values():
-            self._release_pool(pool)
+        for pool in (self._small, self._large):
+            for _, _, block in list(pool.free):
+                self._give_back(block)
 
     def reset_peaks(self) -> None:
         """torch.cuda.reset_peak_memory_stats: the peaks start again from what is held now."""
-        self.allocated_peak, self.requested_peak, self.reserved_peak = self.allocated, self.requested, self.reserved
+        self.allocated_peak, self.reserved_peak = self.allocated, self.reserved
         self._allocated_at_reserved_peak = self.allocated
-
-    # -- results --
 
     @property
     def fragmentation(self) -> int:
         """Reserved peak less the most that was allocated while so much was reserved."""
         return self.reserved_peak - self._allocated_at_reserved_peak
 
-    @property
-    def live_ids(self) -> list[Hashable]:
-        return list(self._live)
-
-    def block_bytes(self, id: Hashable) -> int:
-        """What the allocation `id` counts for in `allocated`."""
-        block = self._live[id]
-        return 0 if block is None else block.size
-
-    def snapshot(self) -> list[dict[str, Any]]:
-        """All segments and blocks in address order, in the form of torch.cuda.memory_snapshot() (its viewers read it).
-
-        Each block in use carries the `id` of its request beside torch's own keys.
-        """
-        names = {block.address: id for id, block in self._live.items() if block is not None}
-        return [self._describe(segment, names) for _, segment in sorted(self._segments.items())]
-
-    def _describe(self, segment: Segment, names: dict[int, Hashable]) -> dict[str, Any]:
-        blocks: list[dict[str, Any]] = []
-        block: Block | None = segment.first
-        while block is not None:
-            if block.mapped:
-                shown = {"address": block.address, "size": block.size, "requested_size": block.requested, "frames": []}
-                shown["state"] = "active_allocated" if block.allocated else "inactive"
-                if block.allocated:
-                    shown["id"] = names[block.address]
-                blocks.append(shown)
-            block = block.next
-        in_use = sum(b["size"] for b in blocks if b["state"] == "active_allocated")
-        return {
-            "device": 0,
-            "address": segment.address,
-            "total_size": sum(b["size"] for b in blocks),
-            "allocated_size": in_use,
-            "active_size": in_use,
-            "requested_size": sum(b["requested_size"] for b in blocks),
-            "stream": segment.pool.stream,
-            "segment_type": "small" if segment.pool.small else "large",
-            "segment_pool_id": (0, 0),
-            "is_expandable": segment.expandable,
-            "frames": [],
-            "blocks": blocks,
-        }
-
     # -- how memory is found --
+
+    def _is_cut(self, pool: Pool, size: int, rest: int) -> bool:
+        return rest >= MIN_BLOCK if pool.small else rest > SMALL_SIZE and size < self._split_limit
+
+    def _best_fit(self, pool: Pool, size: int) -> int:
+        return bisect_left(pool.free, (size,))
 
     def _take_free(self, pool: Pool, size: int) -> Block | None:
         """get_free_block: best fit, unless one of the two is too large to be cut."""
-        free = pool.free
-        at = bisect_left(free, (size,))
-        if at == len(free):
+        at = self._best_fit(pool, size)
+        if at == len(pool.free):
             return None
-        found = free[at][0]
-        if size < self._split_limit:
-            if found >= self._split_limit:
-                return None
-        elif found >= size + MAX_NON_SPLIT_ROUNDING:
-            return None
-        return free.pop(at)[2]
+        found = pool.free[at][0]
+        limit = self._split_limit if size < self._split_limit else size + MAX_NON_SPLIT_ROUNDING
+        return None if found >= limit else pool.free.pop(at)[2]
 
     def _grow(self, pool: Pool, size: int) -> Block | None:
         """cudaMalloc, and what is tried when it fails, in torch's order."""
@@ -327,123 +205,76 @@ class CachingAllocator:
             block = self._new_block(pool, size)
         if block is None:
             self.empty_cache()
-            self.retries += 1
             block = self._new_block(pool, size)
         return block
 
     def _new_block(self, pool: Pool, size: int) -> Block | None:
         asked = segment_size(size)
-        if self.capacity is not None and self.reserved + asked > self.capacity:
+        if not self._reserve(asked):
             return None
-        segment = Segment(self._next_address, asked, pool)
-        self._next_address += asked
-        self._segments[segment.address] = segment
-        self.segments_made += 1
-        self._reserve(asked)
-        return segment.first
+        return self._at_new_addresses(pool, asked)
 
-    def _reserve(self, nbytes: int) -> None:
+    def _at_new_addresses(self, pool: Pool, size: int) -> Block:
+        block = Block(self._next_address, size, pool, self._next_address)
+        self._next_address += size + MIB
+        return block
+
+    def _reserve(self, nbytes: int) -> bool:
+        """Take memory from the driver. False: there is not as much."""
+        if self.capacity is not None and self.reserved + nbytes > self.capacity:
+            return False
         self.reserved += nbytes
         if self.reserved > self.reserved_peak:
             self.reserved_peak = self.reserved
             self._allocated_at_reserved_peak = 0  # the request that is being served sets it
+        return True
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
         """release_available_cached_blocks: with max_split_size, just enough large blocks, the largest first."""
-        limit = self.options.max_split_size
+        limit = self._max_split_size
         if limit is None:
             return False
         wanted = max(size, limit)
         at = bisect_left(pool.free, (wanted,))
         if at < len(pool.free):
-            self._release(pool.free[at][2])
+            self._give_back(pool.free[at][2])
             return True
         released = 0
         while released < wanted and pool.free and pool.free[-1][0] >= limit:
             released += pool.free[-1][0]
-            self._release(pool.free[-1][2])
+            self._give_back(pool.free[-1][2])
         return released >= wanted
 
-    def _release(self, block: Block) -> None:
-        """cudaFree of a segment that consists of this one free block."""
-        block.pool.remove(block)
-        del self._segments[block.segment.address]
-        self.reserved -= block.size
-
-    def _release_pool(self, pool: Pool) -> None:
-        for _, _, block in list(pool.free):
-            if block.prev is None and block.next is None:
-                self._release(block)
-
-    def _note_oom(self, id: Hashable, nbytes: int, size: int, pool: Pool) -> None:
-        if self.oom is None:
-            largest = pool.free[-1][0] if pool.free else 0
-            self.oom = OutOfMemory(
-                self.requests - 1, id, nbytes, segment_size(size), self.allocated, self.reserved, largest
-            )
-
-
-def make_allocator(capacity: int | None = None, options: AllocatorOptions = DEFAULT_OPTIONS) -> CachingAllocator:
-    """The allocator for these options. `capacity` in bytes, None: unlimited."""
-
-    return (
-        ExpandableAllocator(capacity, options) if options.expandable_segments else CachingAllocator(capacity, options)
-    )
-
-
-#: ("malloc", id, bytes), ("malloc", id, bytes, stream), ("free", id), ("reset_peaks",) or ("empty_cache",)
-Event = tuple[Any, ...]
-
-
-def replay(
-    events: Iterable[Event], capacity: int | None = None, options: AllocatorOptions = DEFAULT_OPTIONS
-) -> CachingAllocator:
-    """Replay `events` in order up to the first out-of-memory (see `oom` of the result)."""
-    allocator = make_allocator(capacity, options)
-    handlers: dict[str, Any] = {
-        name: getattr(allocator, name) for name in ("malloc", "free", "reset_peaks", "empty_cache")
-    }
-    for event in events:
-        if handlers[event[0]](*event[1:]) is False:
-            break
-    return allocator
-
-
-_UNLIMITED = 2**45  # addresses of a segment on a card of unknown size
+    def _give_back(self, block: Block) -> None:
+        """cudaFree of a segment that is wholly free."""
+        if block.prev is None and block.next is None:
+            block.pool.remove(block)
+            self.reserved -= block.size
 
 
 class ExpandableAllocator(CachingAllocator):
-    expandable = True
+    """With expandable_segments: one range of addresses per pool, which is backed by memory piece by piece."""
 
     def __init__(self, capacity: int | None = None, options: AllocatorOptions = DEFAULT_OPTIONS) -> None:
         super().__init__(capacity, options)
-        self._span = _UNLIMITED if capacity is None else capacity + capacity // 8
+        self._span = 2**45 if capacity is None else capacity + capacity // 8
 
-    def _take_free(self, pool: Pool, size: int) -> Block | None:
-        """Best fit, where a block that can grow counts with what it can grow to."""
-        free = pool.free
-        at = bisect_left(free, (size,))
-        if at == len(free):
-            return None
+    def _is_cut(self, pool: Pool, size: int, rest: int) -> bool:
+        return rest >= MIN_BLOCK
+
+    def _best_fit(self, pool: Pool, size: int) -> int:
+        """A block that can grow counts with what it can grow to."""
+        free, at = pool.free, bisect_left(pool.free, (size,))
         while at + 1 < len(free) and _reach(free[at + 1][2]) < _reach(free[at][2]):
             at += 1
-        found = free[at][0]
-        if size < self._split_limit <= found:
-            return None
-        if size >= self._split_limit and found >= size + LARGE_SEGMENT:
-            return None
-        return free.pop(at)[2]
+        return at
 
     def _new_block(self, pool: Pool, size: int) -> Block | None:
         block = self._find_room(pool, size)
-        if not block.mapped:
-            mapped = self._map(block, min(block.size, size))
-            if mapped is None:
-                return None
-            block = mapped
-        while block.size < size:
-            assert block.next is not None and not block.next.mapped
-            mapped = self._map(block.next, min(size - block.size, block.next.size))
+        while not block.mapped or block.size < size:
+            edge, missing = (block.next, size - block.size) if block.mapped else (block, size)
+            assert edge is not None
+            mapped = self._map(edge, missing)
             if mapped is None:
                 return None
             block = mapped
@@ -460,15 +291,10 @@ class ExpandableAllocator(CachingAllocator):
                 at = at.next  # type: ignore[assignment]
             if room >= size:
                 return start
-        piece = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
-        span = max(-(-self._span // piece), -(-size // piece)) * piece
-        segment = Segment(self._next_address, span, pool, expandable=True)
-        self._next_address += span + MIB
-        self._segments[segment.address] = segment
-        self.segments_made += 1
-        segment.first.mapped = False
-        insort(pool.unmapped, (segment.address, segment.first))
-        return segment.first
+        block = self._at_new_addresses(pool, round_up(max(self._span, size), pool.piece))
+        block.mapped = False
+        pool.add_unmapped(block)
+        return block
 
     def _map(self, block: Block, size: int) -> Block | None:
         """Back the first `size` bytes of an unbacked block with memory; gives the free block that they are now part of.
@@ -476,73 +302,44 @@ class ExpandableAllocator(CachingAllocator):
         None when the device is full (cuMemCreate fails); what was mapped before stays mapped.
         """
         pool = block.pool
-        piece = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
-        mapped = min(-(-size // piece) * piece, block.size)
-        if self.capacity is not None and self.reserved + mapped > self.capacity:
+        mapped = min(round_up(size, pool.piece), block.size)
+        if not self._reserve(mapped):
             return None
-        del pool.unmapped[bisect_left(pool.unmapped, (block.address,))]
-        block.mapped = True
+        pool.remove_unmapped(block)
         if mapped < block.size:
-            rest = Block(block.address + mapped, block.size - mapped, pool, block.segment)
-            rest.mapped = False
-            _link_after(block, rest)
-            block.size = mapped
-            insort(pool.unmapped, (rest.address, rest))
-        self._reserve(mapped)
-        before = block.prev
-        if before is not None and not before.allocated and before.mapped:
-            pool.remove(before)
-            block = _absorb(before)
-        after = block.next
-        if after is not None and not after.allocated and after.mapped:
-            pool.remove(after)
-            _absorb(block)
-        pool.add(block)
-        return block
+            pool.add_unmapped(block.split(mapped))
+        block.mapped = True
+        return pool.add(block)
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
         return False  # only blocks of ordinary segments are released here, and there are none
 
-    def _release_pool(self, pool: Pool) -> None:
-        for _, _, block in list(pool.free):
-            self._unmap(block)
-
-    def _unmap(self, block: Block) -> None:
+    def _give_back(self, block: Block) -> None:
         """Give the whole pieces within a free block back to the driver."""
-        pool = block.pool
-        piece = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
-        origin = block.segment.address
-        start = -(-(block.address - origin) // piece) * piece + origin
-        end = (block.address + block.size - origin) // piece * piece + origin
+        pool, piece = block.pool, block.pool.piece
+        start = block.origin + round_up(block.address - block.origin, piece)
+        end = block.origin + (block.address + block.size - block.origin) // piece * piece
         if start >= end:
             return
         pool.remove(block)
-        tail = block.address + block.size - end
-        if tail:
-            after = Block(end, tail, pool, block.segment)
-            _link_after(block, after)
-            pool.add(after)
-            block.size -= tail
-        head = start - block.address
-        if head:
-            hole = Block(start, block.size - head, pool, block.segment)
-            _link_after(block, hole)
-            block.size = head
-            pool.add(block)
-            block = hole
-        block.mapped = False
+        block.allocated = True  # so that what is left of it does not merge with it
+        if block.address + block.size > end:
+            pool.add(block.split(end - block.address))
+        if start > block.address:
+            head, block = block, block.split(start - block.address)
+            block.mapped = head.allocated = False
+            pool.add(head)
+        block.mapped = block.allocated = False
         self.reserved -= block.size
-        before, after_hole = block.prev, block.next
+        before, after = block.prev, block.next
         if before is not None and not before.mapped:
-            del pool.unmapped[bisect_left(pool.unmapped, (before.address,))]
-            block = _absorb(before)
-        if after_hole is not None and not after_hole.mapped:
-            del pool.unmapped[bisect_left(pool.unmapped, (after_hole.address,))]
-            _absorb(block)
-        insort(pool.unmapped, (block.address, block))
-        if block.prev is None and block.next is None:
-            pool.unmapped.remove((block.address, block))
-            del self._segments[block.segment.address]
+            pool.remove_unmapped(before)
+            block = before.absorb(block)
+        if after is not None and not after.mapped:
+            pool.remove_unmapped(after)
+            block.absorb(after)
+        if block.prev is not None or block.next is not None:  # else the whole segment is gone
+            pool.add_unmapped(block)
 
 
 def _reach(block: Block) -> int:
@@ -551,19 +348,7 @@ def _reach(block: Block) -> int:
     return block.size + (after.size if after is not None and not after.mapped else 0)
 
 
-def _link_after(block: Block, new: Block) -> None:
-    new.prev, new.next = block, block.next
-    if block.next is not None:
-        block.next.prev = new
-    block.next = new
-
-
-def _absorb(block: Block) -> Block:
-    """Merge `block` with its successor."""
-    after = block.next
-    assert after is not None
-    block.size += after.size
-    block.next = after.next
-    if after.next is not None:
-        after.next.prev = block
-    return block
+def make_allocator(capacity: int | None = None, options: AllocatorOptions = DEFAULT_OPTIONS) -> CachingAllocator:
+    """The allocator for these options. `capacity` in bytes, None: unlimited."""
+    kind = ExpandableAllocator if options.expandable_segments else CachingAllocator
+    return kind(capacity, options)

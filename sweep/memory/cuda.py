@@ -3,8 +3,8 @@
 Each emulation is one named thing with its source, and none is fitted to measurements. They hold only inside of
 `emulated_cuda(...)`, for all threads, so nothing real may run on the CPU at the same time:
 
-- attention (`emulate_attention`): the backend that CUDA would choose, and what it saves and allocates
-- autocast (`emulate_autocast`): CUDA's operator lists, and its cache of weights in lower precision
+- attention (`cuda_attention`): the backend that CUDA would choose, and what it saves and allocates
+- autocast (`cuda_autocast`): CUDA's operator lists, and its cache of weights in lower precision
 - dropout: CUDA's fused kernel saves a mask of one byte per element, where the CPU saves a scaled mask of the input's
   type (Dropout.cpp, is_fused_kernel_acceptable)
 - rms_norm: one kernel that saves the reciprocal root mean squares (layer_norm.cpp, rms_norm_symint); the CPU computes
@@ -12,11 +12,11 @@ Each emulation is one named thing with its source, and none is fitted to measure
 - optimizers and gradient clipping: foreach by default, as on CUDA (torch/utils/_foreach_utils.py)
 - scalars made from Python's numbers, such as an optimizer's step counters, live on the host
 - cuBLAS: one workspace per thread that multiplies matrices, forward's and autograd's (CublasHandlePool.cpp)
-- kernels that take memory inside of one operator (`emulate_kernels`)
-- answers to code that asks for the device, and which tensors are on it (`emulate_device`)
+- kernels that take memory inside of one operator
+- answers to code that asks for the device, and which tensors are on it (`device`)
 
 Not emulated, since it is not documented or depends on the library's own choice at run time: what is listed as UNCOUNTED
-in `emulate_kernels` and said of each prediction in which it ran, and the partial sums of large reductions (at most a
+and said of each prediction in which it ran, and the partial sums of large reductions (at most a
 few MiB).
 """
 
@@ -36,7 +36,7 @@ from sweep.errors import CannotPredict
 from sweep.memory.cuda_attention import WORKSPACES as ATTENTION_WORKSPACES
 from sweep.memory.cuda_attention import CudaAttention, flash_forward_workspace
 from sweep.memory.cuda_autocast import CudaAutocast
-from sweep.memory.cuda_device import CudaAnswers
+from sweep.memory.device import CudaAnswers
 from sweep.memory.ledger import Ledger
 
 aten = torch.ops.aten

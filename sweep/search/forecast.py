@@ -10,10 +10,11 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sweep.config.device import allocator_capacity, resolve_device
+from sweep.config.device import allocator_capacity
 from sweep.config.schema import Config, WorkloadConf, plain
 from sweep.config.strategy_names import digest, effective, fixed_id, strategy_id
 from sweep.format import mib, percent
+from sweep.memory.device import resolve_device
 from sweep.results import MIB, Prediction
 from sweep.trial.predict import predict
 from sweep.workload import DataSource, build_data

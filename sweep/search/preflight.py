@@ -18,7 +18,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from sweep import interrupts
 from sweep.config.addresses import without_hydra, words_of
 from sweep.config.check import check_diagnosis, typed
-from sweep.config.device import resolve_device
 from sweep.config.schema import (
     CheckpointConf,
     Config,
@@ -33,6 +32,7 @@ from sweep.config.strategy_names import describe, digest, fixed_id, is_baseline,
 from sweep.decide.verdict import Facts, deciding_peak_mib, memory_cap
 from sweep.errors import BadInput, CannotPredict, NoEffect, NothingOffloaded, NothingRecomputed
 from sweep.format import number
+from sweep.memory.device import resolve_device
 from sweep.results import Outcome, TrialResult, read_trials
 from sweep.search.candidate import Answer, Job
 from sweep.search.forecast import Forecast, Judgement, signature

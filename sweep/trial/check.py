@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from sweep.config.device import machine_has
+from sweep.config.device import AllocatorOptions
 from sweep.config.schema import Config, Dtype, Mode
 from sweep.config.strategy_names import digest, micro_batch_size
 from sweep.errors import BadInput, DoesNotFit, NotEquivalent, NotOnDevice
-from sweep.memory.allocator import AllocatorOptions
+from sweep.memory.device import machine_has
 from sweep.strategy import check_blocks, over_the_batch
 from sweep.trial.what_if import has_bf16
 from sweep.workload import build_data, build_outline, find_blocks

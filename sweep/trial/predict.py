@@ -30,17 +30,17 @@ import torch
 from torch import Tensor, nn
 
 from sweep.config.device import (
+    AllocatorOptions,
     allocator_capacity,
     cublas_workspace_kept,
     cublas_workspace_mib,
     environment_alloc_conf,
-    resolve_device,
 )
 from sweep.config.schema import Config, DeviceConf, Granularity, Placement, WorkloadConf, plain
 from sweep.errors import CannotPredict
-from sweep.memory.allocator import AllocatorOptions, CachingAllocator, make_allocator
+from sweep.memory.allocator import CachingAllocator, make_allocator
 from sweep.memory.cuda import NAMES, CublasWorkspaces, caveats_of, cuda_workspaces, emulated_cuda
-from sweep.memory.cuda_device import CudaAnswers
+from sweep.memory.device import CudaAnswers, resolve_device
 from sweep.memory.hollow import CPU, REAL_INTEGERS, HollowLedger, hollow
 from sweep.outcomes import one_line
 from sweep.results import MIB, Category, Phase, Prediction
@@ -485,8 +485,8 @@ def predict(
     return prediction
 
 
-def _replayed(run: HollowRun, capacity: int | None, options: AllocatorOptions) -> CachingAllocator:
-    """The allocator after all steps, its peaks those from `run.mark` on. Stops at the first out-of-memory."""
+def _replayed(run: HollowRun, capacity: int | None, options: AllocatorOptions) -> CachingAllocator | None:
+    """The allocator after all steps, its peaks those from `run.mark` on. None: it ran out of memory."""
     allocator, log = make_allocator(capacity, options), run.ledger.log
     for position, entry in enumerate(log.order):
         if position == run.mark:
@@ -494,18 +494,16 @@ def _replayed(run: HollowRun, capacity: int | None, options: AllocatorOptions) -
         if entry < 0:
             allocator.free(~entry)
         elif not allocator.malloc(entry, log.bytes[entry]):
-            break
+            return None
     return allocator
 
 
 def _on_cuda(run: HollowRun, device: DeviceConf, options: AllocatorOptions) -> Prediction:
     capacity = allocator_capacity(device)
-    allocator = _replayed(run, None, options)
-    fits = True
-    if capacity is not None:
-        bounded = _replayed(run, capacity, options)
-        fits = bounded.oom is None
-        allocator = bounded if fits else allocator
+    bounded = _replayed(run, capacity, options)
+    allocator = bounded or _replayed(run, None, options)
+    assert allocator is not None
+    fits = bounded is not None
     prediction = _prediction(run, device)
     grown = prediction.allocated_mib - prediction.peak.mib if prediction.peak is not None else 0.0
     prediction.allocated_mib = allocator.allocated_peak / MIB + grown

@@ -18,8 +18,8 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from sweep.config.check import typed
-from sweep.config.device import resolve_device
 from sweep.config.schema import Attention, Config, DeviceConf, Dtype, Implementation, OptimizerName, plain
+from sweep.memory.device import resolve_device
 from sweep.results import Category, Peak, Phase, Prediction, WhatIf, lies_in_activations
 from sweep.strategy import micro_batch_size
 from sweep.trial.predict import predict

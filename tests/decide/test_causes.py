@@ -13,10 +13,10 @@ from made_up import prediction, sweep_of_six, trial
 from small_workloads import config
 
 from sweep.config.check import typed
-from sweep.config.device import resolve_device
 from sweep.config.schema import BudgetConf
 from sweep.decide.causes import Causes, Typical, account_of, explain, explain_pair, micro_steps, noise_ms, parts_of
 from sweep.decide.verdict import conclude
+from sweep.memory.device import resolve_device
 from sweep.report import phrases
 from sweep.results import (
     Change,

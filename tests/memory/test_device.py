@@ -9,18 +9,17 @@ import torch
 
 from sweep.config.check import check
 from sweep.config.device import (
-    MIB,
     allocator_capacity,
     cublas_workspace_mib,
     environment_alloc_conf,
     find_profile,
     load_profile,
-    machine_has,
     profile_names,
-    resolve_device,
 )
 from sweep.config.schema import Config, DeviceConf
 from sweep.errors import BadInput
+from sweep.memory.device import machine_has, resolve_device
+from sweep.results import MIB
 
 CARDS = [name for name in profile_names() if name not in ("auto", "cpu")]
 

@@ -18,7 +18,7 @@ from sweep.config.schema import DeviceConf, plain
 from sweep.errors import CannotPredict
 from sweep.memory.cuda import CublasWorkspaces, caveats_of, cuda_workspaces, emulated_cuda
 from sweep.memory.cuda_attention import Backend, choose
-from sweep.memory.cuda_device import CudaAnswers
+from sweep.memory.device import CudaAnswers
 from sweep.memory.hollow import HollowLedger, hollow
 from sweep.memory.ledger import Event
 from sweep.results import MIB, Phase, Prediction

@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from sweep.errors import DeviceOutOfMemory
-from sweep.memory.allocator import replay
+from sweep.memory.allocator import CachingAllocator
 from sweep.memory.hollow import HollowLedger
 from sweep.memory.intercept import Intercept
 from sweep.memory.ledger import Ledger, host_memory
@@ -442,7 +442,9 @@ def test_report_sums_to_the_peak_and_replays() -> None:
             step(ledger, model, [lambda: torch.ones(16, 64)], optimizer, lambda x: F.mse_loss(model(x), x[:, :32]))
     peak = ledger.peak()
     assert sum(at_peak(peak).values()) == ledger.peak_bytes
-    replayed = replay(ledger.allocator_events())
+    replayed = CachingAllocator()
+    for entry in ledger.log.order:
+        replayed.malloc(entry, ledger.log.bytes[entry]) if entry >= 0 else replayed.free(~entry)
     assert replayed.allocated_peak == ledger.peak_bytes, "none of these is too large to be split"
     assert replayed.allocated == ledger.in_use_bytes
 

@@ -1,4 +1,4 @@
-"""What a model is told that asks for the device, while CUDA is emulated on CPU tensors.
+"""The device: the one that is here, as torch knows it, and what a model is told of one that is emulated on CPU tensors.
 
 Tensors, factories and torch.cuda answer as on the device that is predicted for, so that `x.is_cuda`, `device=x.device`,
 `torch.cuda.is_available()` or `torch.autocast("cuda")` take the branch that will run there. The rest of torch and this
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,8 +24,9 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
 
+from sweep.config.device import CONTEXT_MIB_PER_MULTIPROCESSOR, completed, find_profile, is_card
 from sweep.config.schema import DeviceConf
-from sweep.errors import CannotPredict
+from sweep.errors import BadInput, CannotPredict
 from sweep.memory.hollow import CPU, HollowLedger
 from sweep.memory.ledger import host_memory
 from sweep.results import MIB
@@ -34,6 +36,59 @@ _raw_device = Tensor.device.__get__
 _raw_to = Tensor.to
 #: Made from data, not from sizes: they are on the host first, wherever they are asked for.
 _FROM_DATA = ("tensor", "as_tensor", "asarray", "scalar_tensor")
+
+
+def resolve_device(conf: DeviceConf) -> DeviceConf:
+    """The device with everything filled in that can be known; values that were given stay. `auto` becomes what is here.
+
+    Raises BadInput for `device=auto device.type=cuda` on a machine without one, and for an index that does not exist.
+    """
+    if conf.type == "cuda" and conf.name != "auto":  # a profile: it need not be here
+        return completed(conf)
+    if conf.type == "cpu":
+        return conf
+    if not torch.cuda.is_available():
+        if conf.type == "cuda":
+            todo = "use device=cpu, or a profile with mode=predict"
+            raise BadInput("device.type", "cuda", "this machine has no CUDA device", todo)
+        return replace(conf, type="cpu", name="cpu")
+    count = torch.cuda.device_count()
+    if conf.index >= count:
+        raise BadInput("device.index", conf.index, f"this machine has {count} CUDA device(s)", f"give 0 to {count - 1}")
+    torch_name, capability, total_mib, multiprocessors = _card(conf.index)
+    seen: dict[str, Any] = {
+        "capacity_mib": total_mib,
+        "compute_capability": capability,
+        "torch_name": torch_name,
+        "context_mib": round(CONTEXT_MIB_PER_MULTIPROCESSOR * multiprocessors),
+        "multiprocessors": multiprocessors,
+        "source": "torch.cuda.get_device_properties",
+    }
+    known = find_profile(torch_name, capability, total_mib)
+    if known is not None:
+        from_profile = ("context_mib", "memory_bandwidth_gb_s", "link_bandwidth_gb_s", "peak_tflops", "source")
+        seen |= {name: getattr(known, name) for name in from_profile}
+    default = DeviceConf()
+    missing = {n: v for n, v in seen.items() if getattr(conf, n) == getattr(default, n)}
+    return completed(replace(conf, type="cuda", name=torch_name if known is None else known.name, **missing))
+
+
+def machine_has(conf: DeviceConf) -> bool:
+    """Whether trials can be measured on this device here and now."""
+    if conf.type == "cpu":
+        return True
+    if not torch.cuda.is_available():
+        return conf.type == "auto"
+    if conf.index >= torch.cuda.device_count():
+        return False
+    return conf.torch_name is None or is_card(conf, *_card(conf.index)[:3])
+
+
+def _card(index: int) -> tuple[str, str, float, int]:
+    """Name, compute capability, memory in MiB and multiprocessors of a card that is here."""
+    found = torch.cuda.get_device_properties(index)
+    capability = f"{found.major}.{found.minor}"
+    return found.name, capability, found.total_memory / MIB, found.multi_processor_count
 
 
 class CudaAnswers:
@@ -179,7 +234,7 @@ class CudaAnswers:
             multi_processor_count=conf.multiprocessors or 0,
             warp_size=32,
         )
-        in_use, peak = (lambda *_: ledger.in_use_bytes), (lambda *_: ledger.peak_bytes)
+        in_use, peak = (lambda *_: ledger.log.in_use), (lambda *_: ledger.log.peak)
 
         def bf16(including_emulation: bool = True) -> bool:
             return including_emulation or self.capability >= (8, 0)
@@ -216,7 +271,7 @@ class CudaAnswers:
             "get_arch_list": lambda: ["sm_{}{}".format(*self.capability)],
             "is_bf16_supported": bf16,
             "is_tf32_supported": lambda: self.capability >= (8, 0),
-            "mem_get_info": lambda *_: (max(0, total - ledger.in_use_bytes), total),
+            "mem_get_info": lambda *_: (max(0, total - ledger.log.in_use), total),
             "empty_cache": empty_cache,
             "initial_seed": torch.initial_seed,
             "get_rng_state": lambda *_: torch.get_rng_state(),
