@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 from typing import Any
 
@@ -218,12 +217,7 @@ def test_every_outcome_but_ok_has_a_reason_of_its_own() -> None:
 def test_a_trial_within_the_whole_budget_is_accepted_with_its_numbers() -> None:
     decision = judged(CHECKPOINT, memory_mib=150, min_throughput_ratio=0.7, max_eval_loss_ratio=1.0, min_saving_mib=150)
     assert (decision.verdict, decision.reasons, decision.advice) == ("accept", [], None)
-    assert (decision.peak_mib, decision.saved_mib, decision.eval_loss_ratio, decision.cap_mib) == (
-        150.0,
-        150.0,
-        1.0,
-        150,
-    )
+    assert (decision.peak_mib, decision.saved_mib, decision.eval_loss_ratio, decision.cap_mib) == (150, 150, 1, 150)
     assert decision.throughput_ratio == pytest.approx(100 / 130)
     assert decision.findings == []
 
@@ -233,13 +227,7 @@ def test_a_trial_within_the_whole_budget_is_accepted_with_its_numbers() -> None:
     [
         ("micro_batch", {"micro_batch_size": 4}, 8, 140, "strategy.micro_batch_size=2"),
         ("micro_batch", {"micro_batch_size": 3}, 8, 140, "strategy.micro_batch_size=1"),
-        (
-            "micro_batch",
-            {"micro_batch_size": 8},
-            8,
-            80,
-            "strategy.micro_batch_size=1",
-        ),  # 60 + 90/8 fit, 60 + 90/4 do not
+        ("micro_batch", {"micro_batch_size": 8}, 8, 80, "strategy.micro_batch_size=1"),  # 60 + 90/8 fit, 60 + 90/4 not
         ("micro_batch", {"micro_batch_size": 1}, 8, 140, "strategy=checkpoint strategy.micro_batch_size=1"),
         ("checkpoint", {"checkpoint__every_k": 4}, 8, 140, "strategy.checkpoint.every_k=2"),
         ("checkpoint", {"checkpoint__every_k": 2}, 8, 140, "strategy.checkpoint.every_k=1 (recompute one block in 1"),
@@ -413,9 +401,8 @@ def test_the_cap_is_the_budgets_else_the_devices_else_none() -> None:
 def test_without_a_baseline_that_ran_only_absolute_floors_count(outcome: str) -> None:
     base = trial("baseline", outcome=outcome, evidence="measured")
     result = trial("checkpoint", 150.0, 130.0, evidence="measured")
-    relative = judged(
-        result, base, capacity=200.0, min_throughput_ratio=0.99, max_eval_loss_ratio=0.5, min_saving_mib=1e6
-    )
+    floors = {"min_throughput_ratio": 0.99, "max_eval_loss_ratio": 0.5, "min_saving_mib": 1e6}
+    relative = judged(result, base, capacity=200.0, **floors)
     assert relative.verdict == "accept"
     assert (relative.saved_mib, relative.throughput_ratio) == (None, None)
     assert judged(result, base, min_samples_per_s=200).reasons == ["below_throughput"]
@@ -425,11 +412,8 @@ def test_a_measured_peak_is_not_subtracted_from_a_predicted_one() -> None:
     base = trial("baseline", outcome="over_budget", evidence="predicted", prediction=prediction(900.0, fits=False))
     assert judged(trial("checkpoint", 150.0), base).saved_mib is None
     assert judged(PREDICTED, PREDICTED_BASE).saved_mib == 150.0
-
-
-def test_what_a_dead_trial_would_have_taken_is_not_given_as_its_peak() -> None:
     dead = trial("checkpoint", outcome="oom_device", evidence="measured", prediction=prediction(500.0))
-    assert judged(dead).peak_mib is None
+    assert judged(dead).peak_mib is None  # nor is what it would have taken given as its peak
 
 
 # ---- how sure
@@ -488,17 +472,6 @@ def test_a_disturbed_trial_is_marked_and_still_judged() -> None:
     assert "measure.repeats" not in advice(judged(own, memory_mib=140).advice)
 
 
-def test_a_clock_far_below_the_highest_seen_marks_the_trial() -> None:
-    fast, slow = Conditions(gpu_clock_mhz=1900.0), Conditions(gpu_clock_mhz=1650.0)
-    base = repeated(GPU_BASE, 100, 101, 102, conditions=fast)
-    own = repeated(trial("checkpoint", 150.0, 130.0, evidence="measured"), 130, 131, 132, conditions=slow)
-    clock = {"repeat": 1.0, "clock_mhz": 1650.0, "highest_mhz": 1900.0}
-    assert judged(own, base).disturbed == [Finding("gpu_clock", clock)]
-    assert judged(base, None).disturbed == []
-    near = repeated(own, 130, 131, 132, conditions=Conditions(gpu_clock_mhz=1750.0))
-    assert judged(near, base).disturbed == []
-
-
 def test_a_repeat_that_went_wrong_loses_nothing_and_is_not_accepted() -> None:
     decision = judged(failing("DeviceOutOfMemory: tried to allocate"))
     assert decision.verdict == "tune"
@@ -517,15 +490,6 @@ def test_too_few_steps_or_repeats_are_never_accepted_whatever_is_asked_for() -> 
         assert "evidence_too_short" in decision.reasons
     assert "run it to its end: 1 of 3 repeats came to theirs" in advice(judged(short, GPU_BASE).advice)
     assert STRENGTH["smoke"] < STRENGTH["measured"]
-
-
-def test_quality_is_told_beside_the_baselines() -> None:
-    base = repeated(BASE, 100, 101, 102, eval_loss=3.2)
-    own = repeated(CHECKPOINT, 130, 131, 132, eval_loss=3.2)
-    quality = judged(own, base).quality
-    assert quality is not None
-    assert (quality.verdict, quality.difference) == ("equal", 0.0)
-    assert judged(base, None).quality is None
 
 
 # ---- the whole comparison
@@ -571,16 +535,16 @@ def test_under_a_cap_the_fastest_that_fits_is_preferred_not_the_smallest() -> No
         ({"micro_batch": (150, 131), "checkpoint": (140, 130), "offload": (130, 128)}, "offload"),
         ({"micro_batch": (120, 150), "checkpoint": (140, 130), "offload": (150, 129)}, "checkpoint"),
         ({"checkpoint": (150, 130), "checkpoint_selective": (150, 129)}, "checkpoint_selective"),  # alike: the faster
-        ({"micro_batch": (150, 131), "checkpoint": (150, math.nan)}, "micro_batch"),
+        ({"baseline": (190, 131), "checkpoint": (150, 130)}, "baseline"),  # it fits, and none is faster
+        ({"baseline": (190, 131), "checkpoint": (150, 120)}, "checkpoint"),
     ],
 )
 def test_of_those_that_cannot_be_told_apart_in_time_the_smaller_and_then_the_one_that_changes_less(
     trials: dict[str, tuple[float, float]], expected: str
 ) -> None:
-    results = [trial("baseline", 300.0, 100.0)]
-    results += [trial(name, peak, ms) for name, (peak, ms) in trials.items() if not math.isnan(ms)]
-    comparison = conclude(results, BudgetConf(memory_mib=200), None)
-    assert comparison.preferred == expected
+    trials = {"baseline": (300, 100), **trials}
+    results = [trial(name, peak, ms) for name, (peak, ms) in trials.items()]
+    assert conclude(results, BudgetConf(memory_mib=200), None).preferred == expected
 
 
 def test_no_accepted_trial_is_both_faster_and_smaller_than_the_one_to_take() -> None:
@@ -592,24 +556,10 @@ def test_no_accepted_trial_is_both_faster_and_smaller_than_the_one_to_take() -> 
     assert conclude(results, BudgetConf(memory_mib=200), None).preferred == "hybrid"
 
 
-def test_a_baseline_inside_the_noise_of_a_faster_trial_is_kept() -> None:
-    results = [trial("baseline", 300.0, 100.0), trial("micro_batch", 200.0, 99.0)]
-    assert conclude(results, BudgetConf(), None).preferred == "baseline"
-    results = [trial("baseline", 300.0, 100.0), trial("micro_batch", 200.0, 90.0)]
-    assert conclude(results, BudgetConf(), None).preferred == "micro_batch"
-
-
 def test_how_much_a_trial_changes_is_read_from_what_it_does_not_from_its_name() -> None:
     both = trial("offload", 150.0, 129.0, name="mine", knobs={"checkpoint__granularity": "blocks"})
     results = [trial("baseline", 300.0, 100.0), both, trial("offload", 150.0, 130.0)]
     assert conclude(results, BudgetConf(memory_mib=200), None).preferred == "offload"
-
-
-def test_a_saving_asked_for_rules_the_baseline_out() -> None:
-    results = sweep_of_six()
-    comparison = conclude(results, BudgetConf(min_saving_mib=150), None)
-    assert comparison.preferred == "micro_batch"
-    assert by_name(comparison, results)["baseline"].reasons == ["saving_too_small"]
 
 
 def test_a_baseline_out_of_memory_leaves_the_others_to_be_compared_with_each_other() -> None:
@@ -661,20 +611,10 @@ def test_predictions_are_compared_without_times_and_never_called_fast() -> None:
 
 
 def test_among_predictions_of_one_kind_the_larger_micro_batch_changes_less() -> None:
-    results = [
-        trial(
-            "micro_batch", 100.0 + m, mode="predict", evidence="predicted", name=f"m{m}", knobs={"micro_batch_size": m}
-        )
-        for m in (2, 8, 4)
-    ]
+    predicted = {"mode": "predict", "evidence": "predicted"}
+    sizes = [(m, {"micro_batch_size": m}) for m in (2, 8, 4)]
+    results = [trial("micro_batch", 100.0 + m, name=f"m{m}", knobs=knobs, **predicted) for m, knobs in sizes]
     assert conclude(results, BudgetConf(memory_mib=150), None).preferred == "m8"
-
-
-def test_a_cpu_verdict_never_speaks_of_a_gpu_gain() -> None:
-    results = sweep_of_six()
-    comparison = conclude(results, BudgetConf(memory_mib=150), None)
-    assert "on this CPU: memory is the ledger's, times are this CPU's" in conclusion(comparison, results)
-    assert "says nothing about a GPU" in next_action(comparison, results)
 
 
 def test_two_workloads_are_two_comparisons() -> None:
@@ -726,11 +666,8 @@ def test_a_stored_result_is_decided_as_the_fresh_one() -> None:
     results[2].measurement = measurement(145.5, 152.3, eval_loss=float("nan"))  # becomes null in JSON
     stored = [from_dict(TrialResult, to_dict(r)) for r in results]
     budget = BudgetConf(memory_mib=130, max_eval_loss_ratio=1.1, min_throughput_ratio=0.7)
-    assert to_dict(conclude(stored, budget, None)) == to_dict(conclude(results, budget, None))
-
-
-def test_a_comparison_survives_json() -> None:
-    comparison = conclude(sweep_of_six(), BudgetConf(memory_mib=150), None)
+    comparison = conclude(results, budget, None)
+    assert to_dict(conclude(stored, budget, None)) == to_dict(comparison)
     assert from_dict(Comparison, to_dict(comparison)) == comparison
 
 
