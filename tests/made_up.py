@@ -41,10 +41,7 @@ def config(strategy: str, **knobs: Any) -> dict[str, Any]:
         "micro_batch_size": None,
         "checkpoint": {"granularity": "none", "every_k": 1, "segment_size": 1, "parts": []},
         "offload": {
-            "placement": "none",
-            "min_tensor_kib": 64,
-            "keep_last": 1,
-            "pin_memory": True,
+            "placement": "none", "min_tensor_kib": 64, "keep_last": 1, "pin_memory": True,
             "implementation": "hooks",
         },
     }
@@ -60,22 +57,17 @@ def config(strategy: str, **knobs: Any) -> dict[str, Any]:
         "workload": {"name": "gpt_tiny", "global_batch_size": 16, "seq_len": 128, "optimizer": {"lr": 1e-3}},
         "strategy": node,
         "measure": {"warmup_steps": 2, "steps": 5, "repeats": 3, "verify": True, "ledger": True, "timeout_s": 600.0},
-        "device": {"name": "cpu", "capacity_mib": None},
-        "tracking": {"enabled": True, "uri": None},
+        "device": {"name": "cpu", "capacity_mib": None}, "tracking": {"enabled": True, "uri": None},
         "budget": {"memory_mib": None, "min_evidence": "auto"},
-    }
+    }  # fmt: skip
 
 
 def peak(mib: float, phase: str = "backward", **at_peak: float) -> Peak:
     """A peak: 60 MiB last through the step unless `at_peak` says otherwise, most of the rest are activations."""
     shares = dict(at_peak) or {
-        "parameter": 20.0,
-        "gradient": 10.0,
-        "optimizer_state": 30.0,
-        "activation": max(0.0, mib - 70.0),
-        "temporary": 8.0,
-        "input": 2.0,
-    }
+        "parameter": 20.0, "gradient": 10.0, "optimizer_state": 30.0, "activation": max(0.0, mib - 70.0),
+        "temporary": 8.0, "input": 2.0,
+    }  # fmt: skip
     operator = "aten._foreach_sqrt" if phase == "optimizer" else "aten._log_softmax_backward_data"
     largest = [
         Holder("blocks.3.mlp", "activation", shares.get("activation", 0.0) * 0.3, 4),
@@ -102,9 +94,7 @@ def measurement(
         "peak_reserved_mib": peak_mib * 1.05 if evidence in ("measured", "smoke") else None,
         "peak": peak(peak_mib),
         "phases_ms": {
-            "data": 0.01 * step_ms,
-            "forward": 0.33 * step_ms,
-            "backward": 0.6 * step_ms,
+            "data": 0.01 * step_ms, "forward": 0.33 * step_ms, "backward": 0.6 * step_ms,
             "optimizer": 0.06 * step_ms,
         },
         "train_loss": loss,
@@ -120,20 +110,11 @@ def prediction(
     found = changes.pop("peak", None) or peak(allocated_mib)
     headroom = None if capacity_mib is None else capacity_mib - allocated_mib * 1.04 - 400
     values: dict[str, Any] = {
-        "device": "rtx_4090",
-        "allocated_mib": allocated_mib,
-        "reserved_mib": allocated_mib * 1.04,
-        "fits": fits,
-        "headroom_mib": headroom,
-        "capacity_mib": capacity_mib,
-        "context_mib": 400.0,
-        "fragmentation_mib": allocated_mib * 0.04,
-        "peak": found,
-        "peak_phase": found.phase,
-        "peak_operator": found.operator,
-        "at_peak_mib": found.at_peak_mib,
-        "flops_per_step": 1e12,
-    }
+        "device": "rtx_4090", "allocated_mib": allocated_mib, "reserved_mib": allocated_mib * 1.04, "fits": fits,
+        "headroom_mib": headroom, "capacity_mib": capacity_mib, "context_mib": 400.0,
+        "fragmentation_mib": allocated_mib * 0.04, "peak": found, "peak_phase": found.phase,
+        "peak_operator": found.operator, "at_peak_mib": found.at_peak_mib, "flops_per_step": 1e12,
+    }  # fmt: skip
     return Prediction(**{**values, **changes})
 
 
@@ -161,24 +142,13 @@ def trial(
     is_baseline = strategy == "baseline"
     ran = outcome == Outcome.ok.value and mode == "measure" and peak_mib is not None
     values: dict[str, Any] = {
-        "name": strategy,
-        "strategy": strategy,
-        "workload": "gpt_tiny",
-        "device": "cpu" if evidence == "cpu" else "rtx_4090",
-        "outcome": outcome,
-        "evidence": evidence,
-        "is_baseline": is_baseline,
-        "fixed_id": fixed_id,
-        "strategy_id": changes.get("name", strategy),
-        "mode": mode,
-        "config": config(strategy, **(knobs or {})),
-        "overrides": [f"strategy={strategy}"],
-        "command": f"python train.py strategy={strategy}",
-        "blocks": 8,
-        "parameters": 1_640_000,
-        "mlflow_run_id": f"run-{strategy}",
-        "started_at": "2025-01-01T00:00:00Z",
-    }
+        "name": strategy, "strategy": strategy, "workload": "gpt_tiny",
+        "device": "cpu" if evidence == "cpu" else "rtx_4090", "outcome": outcome, "evidence": evidence,
+        "is_baseline": is_baseline, "fixed_id": fixed_id, "strategy_id": changes.get("name", strategy),
+        "mode": mode, "config": config(strategy, **(knobs or {})), "overrides": [f"strategy={strategy}"],
+        "command": f"python train.py strategy={strategy}", "blocks": 8, "parameters": 1_640_000,
+        "mlflow_run_id": f"run-{strategy}", "started_at": "2025-01-01T00:00:00Z",
+    }  # fmt: skip
     if ran and peak_mib is not None:
         values["measurement"] = measurement(peak_mib, step_ms, evidence, **(measure or {}))
         values["verification"] = None if is_baseline else verified()
@@ -192,13 +162,12 @@ def trial(
 def sweep_of_six(evidence: str = "cpu") -> list[TrialResult]:
     """All six strategies on one workload, each as it usually comes out."""
     return [
-        trial("baseline", 312.4, 118.2, evidence=evidence),
-        trial("micro_batch", 128.0, 131.0, evidence=evidence),
+        trial("baseline", 312.4, 118.2, evidence=evidence), trial("micro_batch", 128.0, 131.0, evidence=evidence),
         trial("checkpoint", 145.5, 152.3, evidence=evidence),
         trial("checkpoint_selective", 214.7, 130.6, evidence=evidence),
         trial("offload", 121.3, 171.9, evidence=evidence, measure={"to_host_mib": 190.0, "from_host_mib": 190.0}),
         trial("hybrid", 109.8, 166.4, evidence=evidence, measure={"to_host_mib": 40.0, "from_host_mib": 40.0}),
-    ]
+    ]  # fmt: skip
 
 
 #: What each strategy leaves alive at the peak, in MiB by category, and where its peak lies then.
@@ -244,14 +213,8 @@ def runs(
         conditions = Conditions(cpu_others=0.1)
         found.append(
             Run(
-                index=i,
-                seed=seed,
-                started_at=f"2025-01-01T00:0{i}:00Z",
-                step_times_ms=times,
-                train_loss=curve,
-                eval_loss_before=5.62,
-                eval_loss=curve[-1] * 0.98 if i < seeds else None,
-                conditions=conditions,
+                index=i, seed=seed, started_at=f"2025-01-01T00:0{i}:00Z", step_times_ms=times, train_loss=curve,
+                eval_loss_before=5.62, eval_loss=curve[-1] * 0.98 if i < seeds else None, conditions=conditions,
             )
         )
     return found
@@ -268,28 +231,19 @@ def sweep_over_seeds(evidence: str = "cpu", seeds: int = 3) -> list[TrialResult]
         of_peak = peak(sum(at_peak.values()), phase, **at_peak)
         of_peak.host_peak_mib = moved
         changes = {
-            "peak": of_peak,
-            "step_ms_low": times[3],
-            "step_ms_high": times[11],
-            "step_times_ms": [t for run in own for t in run.step_times_ms],
-            "step_ms_ci_low": times[4],
-            "step_ms_ci_high": times[10],
-            "runs": own,
-            "train_loss": own[0].train_loss,
+            "peak": of_peak, "step_ms_low": times[3], "step_ms_high": times[11],
+            "step_times_ms": [t for run in own for t in run.step_times_ms], "step_ms_ci_low": times[4],
+            "step_ms_ci_high": times[10], "runs": own, "train_loss": own[0].train_loss,
             "eval_loss": own[0].eval_loss,
-            "phases_ms": {name: share * base_ms for name, share in PHASES[strategy].items()},
-            "to_host_mib": moved,
+            "phases_ms": {name: share * base_ms for name, share in PHASES[strategy].items()}, "to_host_mib": moved,
             "from_host_mib": moved,
-        }
+        }  # fmt: skip
         result = trial(strategy, of_peak.mib, times[7], evidence=evidence, measure=changes)
         result.prediction = prediction(of_peak.mib * 1.001, peak=of_peak, capacity_mib=None)
         result.trace = Trace(
-            evidence,
-            steps=3,
-            step_ms=step_ms * 1.3,
+            evidence, steps=3, step_ms=step_ms * 1.3,
             ranges_ms={name: share * base_ms * 1.3 for name, share in PHASES[strategy].items() if name != "transfer"},
-            operators=2400,
-            files=["trace.json", "memory_timeline.png"],
-        )
+            operators=2400, files=["trace.json", "memory_timeline.png"],
+        )  # fmt: skip
         found.append(result)
     return found

@@ -86,9 +86,7 @@ def _trial(micro: int | None, granularity: str, every_k: int, placement: str) ->
         "strategy_id": f"{at_once}-{granularity}-{every_k}-{placement}",
         "is_baseline": kind == "baseline",
         "knobs": {
-            "micro_batch_size": micro,
-            "checkpoint__granularity": granularity,
-            "checkpoint__every_k": every_k,
+            "micro_batch_size": micro, "checkpoint__granularity": granularity, "checkpoint__every_k": every_k,
             "offload__placement": placement,
         },
         "capacity_mib": CAPACITY_MIB,

@@ -220,10 +220,8 @@ def _not_equivalent(case: Case) -> Advice:
 
 
 def _finite(case: Case) -> Advice:
-    lr = ((case.result.config.get("workload") or {}).get("optimizer") or {}).get("lr")
-    if isinstance(lr, (int, float)):
-        return Advice("smaller_lr", [f"workload.optimizer.lr={lr / 10:g}"], own=False)
-    return Advice("wider_dtype", ["workload.dtype=fp32"], own=False)
+    lr = ((case.result.config.get("workload") or {}).get("optimizer") or {}).get("lr", 3e-4)
+    return Advice("smaller_lr", [f"workload.optimizer.lr={lr / 10:g}"], own=False)
 
 
 def _save_more(case: Case) -> Advice:
@@ -271,35 +269,24 @@ def _verify(case: Case) -> Advice:
     return Advice("verify_longer", [f"measure.verify_steps={2 * v.steps}"])
 
 
-def _stronger(case: Case) -> Advice:
-    if case.result.evidence == Evidence.predicted.value:
-        return Advice("run_it", ["mode=measure"])
-    return Advice("on_gpu", ["device=auto"])
-
-
-def _quality_known(case: Case) -> Advice:
-    if case.result.mode == "predict":
-        return Advice("run_it", ["mode=measure"])
-    return Advice("evaluate", ["measure.eval_batches=2"])
+def _run_it_or(code: str, word: str) -> Callable[[Case], Advice]:
+    """Running what was only predicted; of what ran, another setting."""
+    return lambda c: Advice("run_it", ["mode=measure"]) if c.result.mode == "predict" else Advice(code, [word])
 
 
 def _quieter(case: Case) -> Advice:
     return Advice("quieter", [f"measure.repeats={2 * case.measure('repeats', 3):g}"])
 
 
-def always(advice: Advice) -> Callable[[Case], Advice]:
-    return lambda case: advice
-
-
 def _at_folder(case: Case) -> Advice:
     return Advice("read_error", names={"folder": case.result.folder}, own=False)
 
 
-#: Codes that no budget makes good, ...
-NEVER = frozenset(
-    ("not_equivalent", "not_finite", "quality_lost", "crashed", "failed", "bad_setting", "nothing_recomputed")
-)
-#: ... and those of which the two kinds pull the settings in opposite directions.
+def _always(code: str, *words: str, own: bool = True) -> Callable[[Case], Advice]:
+    return lambda case: Advice(code, list(words), own=own)
+
+
+#: Codes of two kinds that pull the settings in opposite directions.
 MEMORY = frozenset(("out_of_memory", "over_budget", "over_memory", "saving_too_small"))
 SPEED = frozenset(("below_throughput",))
 
@@ -307,12 +294,12 @@ SPEED = frozenset(("below_throughput",))
 REASONS: dict[str, Callable[[Case], Advice]] = {
     "not_equivalent": _not_equivalent,
     "not_finite": _finite,
-    "bad_setting": always(Advice("as_said", own=False)),
+    "bad_setting": _always("as_said", own=False),
     "crashed": _at_folder,
     "failed": _at_folder,
-    "quality_lost": always(Advice("another_seed", ["workload.seed=1"], own=False)),
+    "quality_lost": _always("another_seed", "workload.seed=1", own=False),
     "nothing_offloaded": _offload_more,
-    "nothing_recomputed": always(Advice("name_blocks", own=False)),
+    "nothing_recomputed": _always("name_blocks", own=False),
     "out_of_memory": lighter,
     "out_of_host_memory": _offload_less,
     "over_budget": lighter,
@@ -321,14 +308,14 @@ REASONS: dict[str, Callable[[Case], Advice]] = {
     "saving_too_small": _save_more,
     "timed_out": _more_time,
     "repeat_failed": _repeat_again,
-    "not_predictable": always(Advice("run_it", ["mode=measure"])),
-    "uncertain": always(Advice("run_uncertain", ["mode=measure"])),
-    "memory_unknown": always(Advice("memory_pass", ["measure.ledger=true"])),
-    "throughput_unknown": always(Advice("run_beside", ["mode=measure", "compare=true"])),
-    "quality_unknown": _quality_known,
+    "not_predictable": _always("run_it", "mode=measure"),
+    "uncertain": _always("run_uncertain", "mode=measure"),
+    "memory_unknown": _always("memory_pass", "measure.ledger=true"),
+    "throughput_unknown": _always("run_beside", "mode=measure", "compare=true"),
+    "quality_unknown": _run_it_or("evaluate", "measure.eval_batches=2"),
     "not_verified": _verify,
     "evidence_too_short": _too_short,
-    "evidence_too_weak": _stronger,
+    "evidence_too_weak": _run_it_or("on_gpu", "device=auto"),
     "disturbed": _quieter,
 }
 #: Codes that say that too little is known, not that the budget is missed.

@@ -66,10 +66,8 @@ class Facts:
         """baseline: what the trial is compared with; itself, or None, where that is nothing."""
         facts, own = cls(candidate, deciding_peak_mib(candidate)), candidate.measurement
         facts.eval_loss = None if own is None else curves(own).held_out_mean
-        if not (candidate.is_baseline or baseline is None) and baseline.outcome in (
-            Outcome.ok.value,
-            Outcome.over_budget.value,
-        ):
+        predicted = (Outcome.ok.value, Outcome.over_budget.value)
+        if not candidate.is_baseline and baseline is not None and baseline.outcome in predicted:
             facts._compare(baseline)
         if own is not None:
             facts.disturbed = disturbances(own, facts.base)
@@ -190,19 +188,11 @@ def decide(facts: Facts, budget: BudgetConf, capacity_mib: float | None) -> Deci
         advice = _advice([code for code in reasons if code in against.blocking], case)
         verdict = Verdict.tune if advice.own else Verdict.reject
     return Decision(
-        verdict=verdict.value,
-        reasons=reasons,
-        findings=[against.found[code] for code in reasons],
-        advice=advice,
-        peak_mib=facts.peak_mib,
-        saved_mib=facts.saved_mib,
-        throughput_ratio=facts.throughput_ratio,
-        eval_loss_ratio=facts.eval_loss_ratio,
-        cap_mib=cap,
-        step=facts.step,
-        quality=facts.quality,
+        verdict=verdict.value, reasons=reasons, findings=[against.found[code] for code in reasons], advice=advice,
+        peak_mib=facts.peak_mib, saved_mib=facts.saved_mib, throughput_ratio=facts.throughput_ratio,
+        eval_loss_ratio=facts.eval_loss_ratio, cap_mib=cap, step=facts.step, quality=facts.quality,
         disturbed=facts.disturbed,
-    )
+    )  # fmt: skip
 
 
 def _advice(codes: list[str], case: Case) -> Advice:
@@ -359,24 +349,16 @@ def conclude(results: list[TrialResult], budget: BudgetConf, capacity_mib: float
     cap, cap_source = memory_cap(budget, capacity_mib)
     first = results[0]
     comparison = Comparison(
-        fixed_id=first.fixed_id,
-        workload=first.workload,
-        device=first.device,
-        mode=first.mode,
-        evidence=_evidence(results),
-        verdict=verdict_of(decisions),
-        preferred=None if preferred is None else results[preferred].name,
-        preferred_index=preferred,
-        baseline=None if baseline is None else baseline.name,
-        baseline_index=base_index,
-        feasible=any(
-            r.outcome == Outcome.ok.value and set(d.reasons) <= ONLY_EVIDENCE for r, d in zip(results, decisions)
-        ),
-        cap_mib=cap,
-        cap_source=cap_source,
-        decisions=decisions,
-        drift=drift_of(baseline.measurement) if baseline is not None and baseline.measurement is not None else None,
-    )
+        fixed_id=first.fixed_id, workload=first.workload, device=first.device, mode=first.mode,
+        evidence=_evidence(results), verdict=verdict_of(decisions),
+        preferred=None if preferred is None else results[preferred].name, preferred_index=preferred,
+        baseline=None if baseline is None else baseline.name, baseline_index=base_index,
+        cap_mib=cap, cap_source=cap_source, decisions=decisions,
+    )  # fmt: skip
+    within = (r.outcome == Outcome.ok.value and set(d.reasons) <= ONLY_EVIDENCE for r, d in zip(results, decisions))
+    comparison.feasible = any(within)
+    if baseline is not None and baseline.measurement is not None:
+        comparison.drift = drift_of(baseline.measurement)
     if preferred is None:
         comparison.nearest_index = min(range(len(results)), key=lambda i: _distance(results[i], decisions[i]))
     if preferred is not None and preferred == base_index and (peak := facts[preferred].peak_mib) is not None:
@@ -436,8 +418,7 @@ def _change_order(result: TrialResult) -> tuple[float, ...]:
 
 
 def verdict_of(decisions: list[Decision]) -> str:
-    verdicts = {d.verdict for d in decisions}
-    return next(v.value for v in Verdict if v.value in verdicts)
+    return next(v.value for v in Verdict if v.value in {d.verdict for d in decisions})
 
 
 def baseline_index(results: list[TrialResult]) -> int | None:

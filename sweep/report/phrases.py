@@ -572,7 +572,6 @@ ADVICE = {
     "another_seed": "keep the baseline; if this strategy was verified as equal, see whether it is chance with another "
     "seed",
     "smaller_lr": "a smaller learning rate, for the baseline as well",
-    "wider_dtype": "a wider number format, for the baseline as well",
     "name_blocks": "name the modules that forward calls with workload.blocks",
     "as_said": "do what its error says",
     "read_error": "read its error and details{in_folder}, and run it alone with HYDRA_FULL_ERROR=1",

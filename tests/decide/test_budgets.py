@@ -58,13 +58,9 @@ def random_sweep(seed: int, trials: int = 12, evidence: str = "cpu") -> list[Tri
 def random_budget(draw: random.Random) -> BudgetConf:
     """Some settings set, some not."""
     ranges = {
-        "memory_mib": (60, 320),
-        "min_throughput_ratio": (0.4, 1.2),
-        "min_samples_per_s": (60, 180),
-        "max_eval_loss_ratio": (0.95, 1.1),
-        "max_eval_loss": (3.0, 3.5),
-        "min_saving_mib": (0, 40),
-    }
+        "memory_mib": (60, 320), "min_throughput_ratio": (0.4, 1.2), "min_samples_per_s": (60, 180),
+        "max_eval_loss_ratio": (0.95, 1.1), "max_eval_loss": (3.0, 3.5), "min_saving_mib": (0, 40),
+    }  # fmt: skip
     values = {key: draw.uniform(*ends) for key, ends in ranges.items() if draw.random() < 0.3}
     return BudgetConf(**values, min_evidence=draw.choice([MinEvidence.auto, MinEvidence.predicted]))
 
@@ -120,10 +116,8 @@ def test_tune_becomes_reject_where_nothing_can_fit_any_more() -> None:
     """60 MiB last through every step of these trials, so no cap below can be met."""
     spans = Sensitivity(sweep_of_six(), BudgetConf(), None).spans(MEMORY)
     assert [(s.low, s.answer.verdict, s.answer.preferred) for s in spans][:3] == [
-        (0.0, "reject", None),
-        (60.0, "tune", None),
-        (109.8, "accept", "hybrid"),
-    ]
+        (0.0, "reject", None), (60.0, "tune", None), (109.8, "accept", "hybrid"),
+    ]  # fmt: skip
 
 
 # ---- two settings
@@ -131,10 +125,9 @@ def test_tune_becomes_reject_where_nothing_can_fit_any_more() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(
-    ("x", "y"),
-    [(MEMORY, THROUGHPUT_RATIO), (MEMORY, LOSS_RATIO), (SAMPLES, LOSS), (THROUGHPUT_RATIO, LOSS_RATIO)],
+    ("x", "y"), [(MEMORY, THROUGHPUT_RATIO), (MEMORY, LOSS_RATIO), (SAMPLES, LOSS), (THROUGHPUT_RATIO, LOSS_RATIO)],
     ids=lambda axis: axis.key,
-)
+)  # fmt: skip
 def test_over_the_plane_the_choice_is_that_of_conclude(seed: int, x: Axis, y: Axis) -> None:
     draw = random.Random(seed)
     results, budget = random_sweep(seed), random_budget(draw)
@@ -198,12 +191,10 @@ def test_the_advice_for_less_memory_is_what_is_concluded_with_less_memory(seed: 
 def refused(name: str, predicted_mib: float, cap_mib: float | None, **changes: Any) -> TrialResult:
     """As a search leaves a candidate that it refused: predicted not to fit, never run."""
     found = trial(
-        name,
-        outcome="over_budget",
-        evidence="predicted",
+        name, outcome="over_budget", evidence="predicted",
         prediction=prediction(predicted_mib, fits=False, **changes),
         capacity_mib=changes.get("capacity_mib", 16000.0),
-    )
+    )  # fmt: skip
     found.config["budget"]["memory_mib"] = cap_mib
     return found
 
@@ -279,10 +270,9 @@ def test_the_words_name_the_nearest_changes_around_the_present_budget() -> None:
 def test_a_number_that_is_shown_admits_what_it_is_said_to_admit() -> None:
     """62.24 is shown as 62.3 and not as 62.2: under a cap of 62.2 the trial would be over it."""
     results = [
-        trial("baseline", 268.13, 100.0),
-        trial("micro_batch", 87.26, 113.7, measure={"eval_loss": 3.32}),
+        trial("baseline", 268.13, 100.0), trial("micro_batch", 87.26, 113.7, measure={"eval_loss": 3.32}),
         trial("checkpoint", 62.24, 171.3),
-    ]
+    ]  # fmt: skip
     words = survival(Sensitivity(results, BudgetConf(memory_mib=70), None))
     assert "checkpoint stays the choice from 62.3 up to 87.3 MiB" in words[0]
     assert "up to 0.583x" in words[1]  # 100 / 171.3 = 0.58377

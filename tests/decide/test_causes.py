@@ -38,32 +38,22 @@ from sweep.trial.trial import run_trial, save
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 BEFORE = Peak(
-    mib=300.0,
-    phase="backward",
-    operator="aten._log_softmax_backward_data",
-    module="head",
+    mib=300.0, phase="backward", operator="aten._log_softmax_backward_data", module="head",
     at_peak_mib={"parameter": 50.0, "optimizer_state": 100.0, "activation": 130.0, "temporary": 20.0},
-    phase_peaks_mib={"forward": 280.0, "backward": 300.0, "optimizer": 252.0},
-    temporary_mib={"backward": 20.0},
-)
+    phase_peaks_mib={"forward": 280.0, "backward": 300.0, "optimizer": 252.0}, temporary_mib={"backward": 20.0},
+)  # fmt: skip
 IN_OPTIMIZER = Peak(
-    mib=252.0,
-    phase="optimizer",
-    operator="aten._foreach_sqrt",
-    module="",
+    mib=252.0, phase="optimizer", operator="aten._foreach_sqrt", module="",
     at_peak_mib={"parameter": 50.0, "gradient": 50.0, "optimizer_state": 100.0, "temporary": 52.0},
     phase_peaks_mib={"forward": 170.0, "backward": 210.0, "optimizer": 252.0},
     temporary_mib={"optimizer": 50.0, "forward": 2.0},
-)
+)  # fmt: skip
 RECOMPUTING = Peak(
-    mib=190.0,
-    phase="backward",
-    operator="aten.mm",
-    module="blocks.3.mlp",
+    mib=190.0, phase="backward", operator="aten.mm", module="blocks.3.mlp",
     at_peak_mib={"parameter": 50.0, "gradient": 5.0, "optimizer_state": 100.0, "activation": 5.0, "temporary": 30.0},
     phase_peaks_mib={"forward": 170.0, "backward": 190.0, "recompute": 185.0, "optimizer": 150.0},
     temporary_mib={"recompute": 20.0, "transfer": 4.0, "backward": 6.0},
-)
+)  # fmt: skip
 PHASES = {"data": 1.0, "forward": 30.0, "backward": 60.0, "optimizer": 8.0}
 
 
@@ -185,9 +175,7 @@ def test_what_cannot_be_compared_says_why() -> None:
         ("checkpoint", PHASES, 6.0, {"outside": 5.0}),
         ("micro_batch", PHASES | {"data": 3.0, "forward": 35.0, "backward": 69.0}, 1.0, {"micro_steps": 16.0}),
         (
-            "hybrid",
-            PHASES | {"recompute": 28.0, "transfer": 5.0, "backward": 63.0},
-            2.0,
+            "hybrid", PHASES | {"recompute": 28.0, "transfer": 5.0, "backward": 63.0}, 2.0,
             {"recompute": 28.0, "transfer": 5.0, "passes": 3.0, "outside": 1.0},
         ),
     ],
@@ -346,11 +334,9 @@ def fused(allocated: float, saved: float) -> WhatIf:
 
 def stopped() -> list[TrialResult]:
     return [
-        predicted("baseline", FULL),
-        predicted("checkpoint", STOPPED, 5003.0, what_if=[fused(4300.0, 700.0)]),
-        predicted("offload", STOPPED, 5010.0, what_if=[fused(4310.0, 700.0)]),
-        predicted("hybrid", STOPPED, 5004.0),
-    ]
+        predicted("baseline", FULL), predicted("checkpoint", STOPPED, 5003.0, what_if=[fused(4300.0, 700.0)]),
+        predicted("offload", STOPPED, 5010.0, what_if=[fused(4310.0, 700.0)]), predicted("hybrid", STOPPED, 5004.0),
+    ]  # fmt: skip
 
 
 def test_trials_that_stop_in_the_optimizer_are_named_together_with_the_floor_and_what_would_lower_it() -> None:
@@ -390,10 +376,9 @@ def test_a_trial_alone_is_no_group_unless_its_peak_is_the_optimizers() -> None:
 @pytest.mark.parametrize(("other", "together"), [(4140.0, True), (4142.0, False)])
 def test_like_blocks_within_one_percent_are_one_height(other: float, together: bool) -> None:
     results = [
-        predicted("baseline", FULL),
-        predicted("checkpoint", BLOCK),
+        predicted("baseline", FULL), predicted("checkpoint", BLOCK),
         predicted("hybrid", replace(BLOCK, module="blocks.7.mlp"), other),
-    ]
+    ]  # fmt: skip
     found = causes(results)
     assert [g.trials for g in found.shared] == ([["checkpoint", "hybrid"]] if together else [])
     if together:

@@ -374,13 +374,10 @@ def test_a_strategy_that_saves_nothing_must_be_faster() -> None:
 @pytest.mark.parametrize(
     ("evidence", "mode", "least", "verdict"),
     [
-        ("cpu", "measure", MinEvidence.auto, "accept"),
-        ("cpu", "measure", MinEvidence.predicted, "accept"),
-        ("measured", "measure", MinEvidence.auto, "accept"),
-        ("measured", "measure", MinEvidence.cpu, "accept"),
+        ("cpu", "measure", MinEvidence.auto, "accept"), ("cpu", "measure", MinEvidence.predicted, "accept"),
+        ("measured", "measure", MinEvidence.auto, "accept"), ("measured", "measure", MinEvidence.cpu, "accept"),
         ("predicted", "predict", MinEvidence.auto, "accept"),
-        ("predicted", "predict", MinEvidence.measured, "tune"),
-        ("cpu", "measure", MinEvidence.measured, "tune"),
+        ("predicted", "predict", MinEvidence.measured, "tune"), ("cpu", "measure", MinEvidence.measured, "tune"),
         *((("smoke", "measure", least, "tune")) for least in MinEvidence),
     ],
 )
