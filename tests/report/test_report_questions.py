@@ -260,7 +260,7 @@ def test_a_disturbed_trial_is_named() -> None:
     made.rows[2].decision.disturbed = [Finding("cpu_others", {"cores": 1.4, "of_cores": 8.0}), Finding("hot")]
     items = dict(item for block in hold(made) if isinstance(block, Points) for item in block.items if item[0])
     who = made.rows[2].name
-    assert items["Disturbed:"] == f"1 of 6 trials: {who} (other processes used 1.4 cores and 1 more finding)."
+    assert items["Disturbed:"] == f"1 of 6 trials: {who} (other processes used 1.4 of 8 cores and 1 more finding)."
 
 
 # ---- times and quality
