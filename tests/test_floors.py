@@ -28,10 +28,6 @@ FLOORS = [
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 WITHOUT_TORCH = {*FLOORS[0], "config", "format", "decide", "tracking", "report", "cli"}
 HOMES = {"mlflow": "tracking", "optuna": "search", "matplotlib": "report"}
-#: What is still to be mended. Nothing may be added.
-YET_ROOMS: set[tuple[str, str]] = set()
-YET_CYCLES = True
-YET_HOMES: set[tuple[str, str]] = set()
 
 
 def modules() -> dict[str, Path]:
@@ -71,7 +67,7 @@ def room(name: str) -> str:
 def test_a_room_imports_rooms_on_lower_floors(name: str) -> None:
     for target in own(MODULES[name]):
         here, there = room(name), room(target)
-        if here == there or (here, there) in YET_ROOMS or FLOOR[here] == FLOOR[there] == 0:
+        if here == there or FLOOR[here] == FLOOR[there] == 0:
             continue
         assert FLOOR[there] < FLOOR[here], f"sweep.{name} imports sweep.{target}, which is not on a lower floor"
 
@@ -81,17 +77,16 @@ def test_no_circle_of_imports() -> None:
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
-        if not YET_CYCLES:
-            pytest.fail(" -> ".join(error.args[1]))
+        pytest.fail(" -> ".join(error.args[1]))
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_each_library_has_its_home(name: str) -> None:
     tops = {imported.split(".")[0] for imported in imports(MODULES[name])}
-    if room(name) in WITHOUT_TORCH and (room(name), "torch") not in YET_HOMES:
+    if room(name) in WITHOUT_TORCH:
         assert "torch" not in tops
     for library, home in HOMES.items():
-        assert library not in tops or room(name) == home or (room(name), library) in YET_HOMES
+        assert library not in tops or room(name) == home
 
 
 def test_the_house_stays_small() -> None:
