@@ -11,7 +11,7 @@ NOT_KNOWN = "-"
 #: What a number of this evidence may be called. A CPU's or a predicted number is never worded as a GPU's.
 EVIDENCE_WORDS = {
     Evidence.predicted.value: "predicted, nothing was run",
-    Evidence.cpu.value: "on this CPU: memory is the ledger's, times are this CPU's",
+    Evidence.cpu.value: "emulated on this CPU: memory counts every tensor, times are this CPU's",
     Evidence.smoke.value: "run on a GPU, too short to conclude",
     Evidence.measured.value: "measured on this GPU",
 }
