@@ -12,27 +12,12 @@ from typing import Any
 
 import pytest
 from selenium import webdriver
-from selenium.common.exceptions import (
-    ElementClickInterceptedException,
-    ElementNotInteractableException,
-    JavascriptException,
-    NoSuchFrameException,
-    StaleElementReferenceException,
-    TimeoutException,
-)
+from selenium.common.exceptions import TimeoutException, WebDriverException
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.support.ui import WebDriverWait
 
 #: A page may take so long to show what it should, on a busy machine; usually it is two seconds.
 PATIENCE_S = 60.0
-#: While the page is being drawn, elements come, go and cover each other.
-PASSING = (
-    ElementClickInterceptedException,
-    ElementNotInteractableException,
-    JavascriptException,
-    NoSuchFrameException,
-    StaleElementReferenceException,
-)
 REQUIRED = "MEMORY_SWEEP_REQUIRE_BROWSER"
 
 FLAGS = (
@@ -90,15 +75,10 @@ class Page:
 
     def until(self, what: str, condition: Callable[[], Any]) -> Any:
         """What `condition` gives once it is true. `what` says what was waited for, should it never be."""
-
-        def asked(_: webdriver.Chrome) -> Any:
-            try:
-                return condition()
-            except PASSING:
-                return False
-
+        # While the page is being drawn, elements come, go and cover each other.
+        wait = WebDriverWait(self.driver, PATIENCE_S, poll_frequency=0.1, ignored_exceptions=[WebDriverException])
         try:
-            return WebDriverWait(self.driver, PATIENCE_S, poll_frequency=0.1).until(asked)
+            return wait.until(lambda _: condition())
         except TimeoutException:
             there = f"{self.driver.current_url}\n{self.text()[:3000]}"
             pytest.fail(f"not shown after {PATIENCE_S:g} s: {what}; there is: {there}", pytrace=True)

@@ -12,8 +12,10 @@ from omegaconf import OmegaConf
 
 from sweep.config.schema import (
     MATMUL_AND_ATTENTION,
+    CheckpointConf,
     Config,
     Granularity,
+    OffloadConf,
     OffloadImplementation,
     Placement,
     StrategyConf,
@@ -58,21 +60,30 @@ def change_rank(result: TrialResult) -> int:
 
 def describe(strategy: StrategyConf, global_batch_size: int) -> str:
     """What a candidate is called in tables: `micro 4, blocks/2, offload inputs`. The baseline is `baseline`."""
-    c, o = strategy.checkpoint, strategy.offload
     said = []
     micro = micro_batch_size(strategy, global_batch_size)
     if micro < global_batch_size:
         said.append(f"micro {micro}")
-    if c.granularity is Granularity.parts:
-        said.append("+".join(c.parts))
-    elif c.granularity is Granularity.segments:
-        said.append(f"segments of {c.segment_size}")
-    elif c.granularity is not Granularity.none:
-        said.append(c.granularity.name + (f"/{c.every_k}" if c.every_k > 1 else ""))
-    if o.placement is not Placement.none:
-        where = str(o.blocks) if o.placement is Placement.blocks else o.placement.name
-        said.append(f"offload {where} >={o.min_tensor_kib:g}K")
+    if strategy.checkpoint.granularity is not Granularity.none:
+        said.append(describe_checkpoint(strategy.checkpoint))
+    if strategy.offload.placement is not Placement.none:
+        said.append(f"offload {describe_placement(strategy.offload)} >={strategy.offload.min_tensor_kib:g}K")
     return ", ".join(said) or "baseline"
+
+
+def describe_checkpoint(c: CheckpointConf) -> str:
+    """none, blocks, blocks/2 (every second), selective, segments of 2, or the parts."""
+    if c.granularity is Granularity.parts:
+        return "+".join(c.parts)
+    if c.granularity is Granularity.segments:
+        return f"segments of {c.segment_size}"
+    every_k = f"/{c.every_k}" if c.every_k > 1 and c.granularity is not Granularity.none else ""
+    return c.granularity.name + every_k
+
+
+def describe_placement(o: OffloadConf) -> str:
+    """none, inputs, all, or the chosen blocks, such as first:2."""
+    return str(o.blocks) if o.placement is Placement.blocks else o.placement.name
 
 
 def kind_of(strategy: StrategyConf, global_batch_size: int) -> str:

@@ -174,7 +174,7 @@ class TrialRun:
             if parent is not None:
                 tags |= {"mlflow.parentRunId": parent, SWEEP: _label_of(store, parent)}
             self.run_id = runs.create(store, planned.name, tags)
-            self._log_params(planned.config)
+            self._log_params(planned)
         if self.run_id is not None and self._system_metrics:
             with suppress(Exception):  # a machine that MLflow cannot read
                 from sweep.tracking.system import SystemSampler
@@ -198,7 +198,7 @@ class TrialRun:
             runs.write_artifacts(self._store, self.run_id, result.environment, result.config, result)
             runs.write_files(self._store, self.run_id, files)
         with best_effort(f"trial {result.name}"):
-            self._log_params(result.config)
+            self._log_params(result)
             # The outcome comes last: a run that has one was recorded whole (see `reconcile`).
             runs.write_result_tags(self._store, self.run_id, result, values.metrics_of(result))
         self._outcome = result.outcome  # last: an interrupt in between leaves a trial without one
@@ -226,9 +226,9 @@ class TrialRun:
                 runs.write(self._store, self.run_id, tags=tags)
         runs.end(self._store, self.run_id, status)
 
-    def _log_params(self, config: dict[str, Any]) -> None:
+    def _log_params(self, result: TrialResult) -> None:
         """Log parameters that are not there yet: MLflow refuses to change one, and with it the whole batch."""
-        wanted = values.params_of(config) | values.knobs_of(config)
+        wanted = values.params_of(result.config) | values.knobs_of(result)
         new = {name: value for name, value in wanted.items() if name not in self._params}
         if new and self.run_id is not None:
             runs.write(self._store, self.run_id, params=new)

@@ -16,9 +16,9 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from sweep.config import strategy_names
 from sweep.config.addresses import without_secrets
-from sweep.config.schema import OffloadConf, plain
-from sweep.config.strategy_names import CHANGES_LEAST_FIRST, change_rank
+from sweep.config.schema import OffloadConf, Placement, plain
 from sweep.results import Comparison, Decision, Measurement, Outcome, TrialResult, Verdict
 
 NAME_LIMIT, PARAM_LIMIT, TAG_LIMIT = 250, 6000, 8000
@@ -89,58 +89,37 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def knobs_of(config: dict[str, Any]) -> dict[str, str]:
-    """The knobs of a resolved config; none where it has no strategy.
+def knobs_of(result: TrialResult) -> dict[str, str]:
+    """What a strategy sets, in few short parameters; none without a strategy.
 
-    `micro_batch`: samples at once. `accumulation`: micro-steps per optimizer step. `checkpoint`: none, blocks, blocks/2
-    (every second), selective, segments of 2, or the parts. `offload`: none, inputs, all, first:2.
+    `micro_batch`: samples at once. `accumulation`: micro-steps per optimizer step. `offload`: where, and what differs
+    from the defaults.
     """
-    config = plain(config) if config else {}
-    strategy = config.get("strategy")
-    if not isinstance(strategy, dict):
+    if not result.config.get("strategy"):
         return {}
-    knobs = {STRATEGY: str(strategy.get("name") or "")}
-    batch = (config.get("workload") or {}).get("global_batch_size")
-    micro = strategy.get("micro_batch_size") or batch
-    if micro:
-        at_once = min(int(micro), int(batch)) if batch else int(micro)
-        knobs[MICRO_BATCH] = str(at_once)
-        knobs |= {ACCUMULATION: str(-(-int(batch) // at_once))} if batch else {}
-    knobs[CHECKPOINT] = _checkpoint(strategy.get("checkpoint") or {})
-    knobs[OFFLOAD] = _offload(strategy.get("offload") or {})
-    return {name: value for name, value in knobs.items() if value}
-
-
-def _checkpoint(c: dict[str, Any]) -> str:
-    granularity, every_k = str(c.get("granularity", "none")), int(c.get("every_k") or 1)
-    if granularity == "parts":
-        return "+".join(str(part) for part in c.get("parts") or ()) or granularity
-    if granularity == "segments":
-        return f"segments of {c.get('segment_size', 1)}"
-    return f"{granularity}/{every_k}" if granularity != "none" and every_k > 1 else granularity
-
-
-def _offload(o: dict[str, Any]) -> str:
-    """Where, and what differs from the defaults."""
-    placement = str(o.get("placement", "none"))
-    if placement == "none":
-        return placement
-    said = [str(o.get("blocks") or placement) if placement == "blocks" else placement]
-    least, usual = float(o.get("min_tensor_kib", OffloadConf.min_tensor_kib)), OffloadConf.min_tensor_kib
-    said += [f">={least:g}K"] if least != usual else []
-    said += [f"keep {o['keep_last']}"] if o.get("keep_last", OffloadConf.keep_last) != OffloadConf.keep_last else []
-    said += ["save_on_cpu"] if o.get("implementation") == "save_on_cpu" else []
-    return " ".join(said)
+    s, batch = strategy_names.strategy_of(result), strategy_names.batch_of(result)
+    o = s.offload
+    offload = [strategy_names.describe_placement(o)]
+    if o.placement is not Placement.none:
+        offload += [f">={o.min_tensor_kib:g}K"] if o.min_tensor_kib != OffloadConf.min_tensor_kib else []
+        offload += [f"keep {o.keep_last}"] if o.keep_last != OffloadConf.keep_last else []
+        offload += [o.implementation.name] if o.implementation != OffloadConf.implementation else []
+    return {
+        STRATEGY: s.name,
+        MICRO_BATCH: str(strategy_names.micro_batch_size(s, batch)),
+        ACCUMULATION: str(strategy_names.accumulation_steps(s, batch)),
+        CHECKPOINT: strategy_names.describe_checkpoint(s.checkpoint),
+        OFFLOAD: " ".join(offload),
+    }
 
 
 def color_of(result: TrialResult) -> str:
     """#rrggbb: the hue says what kind of strategy it is, the shade how small its micro-batches are."""
-    kind, knobs = CHANGES_LEAST_FIRST[change_rank(result)], knobs_of(result.config)
-    if kind not in HUES:
+    s, batch = strategy_names.strategy_of(result), strategy_names.batch_of(result)
+    kind = strategy_names.kind_of(s, batch)
+    if result.is_baseline or kind not in HUES:
         return BASELINE_COLOR
-    if kind == "checkpoint" and knobs.get(CHECKPOINT, "").startswith("selective"):
-        kind = "checkpoint_selective"
-    halvings = round(math.log2(int(knobs.get(ACCUMULATION, 1))))
+    halvings = round(math.log2(strategy_names.accumulation_steps(s, batch)))
     shade = SHADES[min(halvings, len(SHADES) - 1)]
     red, green, blue = colorsys.hls_to_rgb(HUES[kind] / 360, shade, 0.62)
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"

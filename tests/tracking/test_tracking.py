@@ -73,7 +73,7 @@ def test_a_sweep_and_its_trials(store: Store, tmp_path: Path, monkeypatch: pytes
     assert (child.info.status, parent.info.status) == ("FINISHED", "FINISHED")
     assert child.data.tags["mlflow.parentRunId"] == sweep
     assert child.data.tags["sweep"] == parent.data.tags["sweep"]
-    assert child.data.params == params_of(result.config) | knobs_of(result.config)
+    assert child.data.params == params_of(result.config) | knobs_of(result)
     assert child.data.metrics["memory/at_peak/activation_mib"] == 14.0
     assert child.data.metrics["predicted/error_ratio"] == 0.01
     history = MlflowClient(store.uri).get_metric_history(child.info.run_id, "quality/train_loss")

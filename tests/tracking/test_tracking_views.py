@@ -72,7 +72,7 @@ def test_a_predicted_sweep_is_sorted_by_its_peaks() -> None:
 def test_columns_and_charts_show_what_is_logged() -> None:
     """A name that no trial has would be an empty column or chart."""
     result = parts.finished(decision=parts.accepted())
-    metrics, knobs = {name for name, _, _ in metrics_of(result)}, set(knobs_of(result.config))
+    metrics, knobs = {name for name, _, _ in metrics_of(result)}, set(knobs_of(result))
     known = {f"metrics.`{name}`" for name in metrics} | {f"tags.`{name}`" for name in result_tags_of(result)}
     known |= {f"params.`{name}`" for name in knobs} | {"tags.`sweep`"}
     state = trials_state("", "")
