@@ -36,11 +36,11 @@ from sweep.config.check import typed  # noqa: E402
 from sweep.config.schema import Config  # noqa: E402
 from sweep.config.strategy_names import is_baseline, kind_of, strategy_at  # noqa: E402
 from sweep.results import Outcome, Prediction, from_dict, to_dict, write_json  # noqa: E402
-from sweep.search.candidate import Job, Settings  # noqa: E402
+from sweep.search.candidate import Answer, Job  # noqa: E402
 from sweep.search.forecast import Forecast, signature  # noqa: E402
-from sweep.search.loop import Search, quiet_optuna  # noqa: E402
+from sweep.search.loop import Search, Settings, quiet_optuna  # noqa: E402
 from sweep.search.plan import Candidate, Line, Pieces, make_plan, measure_pieces, rank  # noqa: E402
-from sweep.search.preflight import Preflight, suggest  # noqa: E402
+from sweep.search.preflight import Preflight, Suggest  # noqa: E402
 from sweep.search.space import Space, read_space  # noqa: E402
 from sweep.search.study import Sampler, open_storage  # noqa: E402
 from sweep.trial.measure import measure, prepared_device  # noqa: E402
@@ -84,7 +84,7 @@ class Workbench:
             OmegaConf.update(node, "device.capacity_mib", table["capacity_mib"])
         self.node: DictConfig = node
         self.config: Config = typed(node)
-        self.space: Space = read_space({}, [], None, suggest, node, "sweep.search.preflight.suggest")
+        self.space: Space = read_space({}, [], None, Suggest(), node, "sweep.search.preflight.Suggest")
         self.points = self.space.points(20_000) or []
         self.rows: dict[str, dict[str, Any]] = {} if table is None else {r["words"]: r for r in table["rows"]}
 
@@ -254,19 +254,19 @@ class TableRunner:
         return said
 
 
-def answer(row: dict[str, Any], job: Job, cap: float) -> dict[str, Any]:
+def answer(row: dict[str, Any], job: Job, cap: float) -> Answer:
     """As `sweep.search.preflight.read` answers."""
     info = dict(job.estimate.info) if job.estimate is not None else {}
     if row["outcome"] == Outcome.ok.value:
         info["measured_mib"] = row["peak_mib"]
         over = {"memory": row["peak_mib"] / cap - 1, "valid": 0.0}
-        return {"values": {"samples_per_s": row["samples_per_s"]}, "constraints": over, "info": info}
+        return Answer(values=[row["samples_per_s"]], constraints=over, info=info)
     known = job.estimate.constraints.get("memory", 0.0) if job.estimate is not None else None
     if row["outcome"] == Outcome.oom_device.value:
         over = {"memory": 1.0 if known is None else max(known, 0.01), "valid": 0.0}
     else:
         over = {"memory": 0.0, "valid": 1.0}
-    return {"values": None, "constraints": over, "outcome": row["outcome"], "info": info}
+    return Answer(row["outcome"], constraints=over, info=info)
 
 
 class TableForecast(Forecast):
@@ -333,7 +333,7 @@ def by_itself(bench: Workbench, seed: int, sampler: optuna.samplers.BaseSampler)
     try:
         while True:
             trial = study.ask()
-            suggest(bench.node, trial)
+            bench.space.suggest_rest(trial)
             row = bench.row(bench.space.overrides(trial.params))
             count.ran(row)
             study.tell(trial, row["samples_per_s"] or 0.0)

@@ -31,6 +31,7 @@ class BudgetSweeperConf:
     preflight: Any = None  # `_target_`: called with a job before it is launched; may answer in its place
     read: Any = None  # `_target_`: called with a job and what it returned, returns the answer for the sampler
     recover: Any = None  # `_target_`: called with a job whose command was killed, returns what it came to, or None
+    verdict: Any = None  # `_target_`: called with the search at its end, returns the Record of its best trial, or None
 
     # How long
     n_trials: Optional[int] = None  # jobs launched, over all runs of the study; null: 20, or all points of a grid

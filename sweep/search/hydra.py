@@ -6,7 +6,7 @@ import inspect
 import itertools
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from sweep.config.addresses import conceal_in, without_hydra, words_of
 from sweep.errors import EXIT_BAD_INPUT, EXIT_NOTHING_FEASIBLE, BadInput
-from sweep.search.candidate import Job, Settings
-from sweep.search.loop import Search, quiet_optuna
-from sweep.search.space import Space, bare, encode, iter_texts, read_space
+from sweep.search.candidate import Job
+from sweep.search.loop import Search, Settings, quiet_optuna
+from sweep.search.space import Space, bare, encode, read_space
 from sweep.search.study import (
     Record,
     Sampler,
@@ -68,7 +68,9 @@ def run_sweep(
         sys.stdout.flush()
         if search is not None and session is not None:
             session.files += search.files()
-    if not search.progress.end(found, search.ended_because):
+    best = search.best()
+    search.progress.end(found, best, search.ended_because)
+    if not best:
         # Hydra would call them after this function, which does not return.
         context.callbacks.on_multirun_end(config=config, config_name=config.hydra.job.config_name)
         raise SystemExit(EXIT_NOTHING_FEASIBLE)
@@ -82,55 +84,44 @@ def make_search(
     config: DictConfig,
     launcher: Launcher,
     task_function: TaskFunction,
-    say: Callable[[str], None] = print,
     session: Any = None,
 ) -> Search:
     """Check everything that can be checked, open the study, and be ready to ask. Raises BadInput."""
     quiet_optuna()
-    settings = read_settings(given)
-    job_config = without_hydra(config)
+    settings, job_config = read_settings(given), without_hydra(config)
     space = space_of(given, arguments, context.config_loader, job_config)
     if not space.parameters and space.extend is None:
         raise BadInput("command line", " ".join(arguments), "searches nothing", "give a key several values: key=1,2,3")
-    runner = HydraRunner(context, config, launcher, settings.n_jobs)
-    runner.check(space)
-    if settings.n_jobs > 1 and runner.serial:
-        say(
+    runner = HydraRunner(context.config_loader, config, launcher)
+    for words in compositions(space):  # what cannot be composed is refused before anything is asked
+        runner.loader.load_sweep_config(config, words)
+    if settings.n_jobs > 1 and str(config.hydra.launcher.get("_target_", "")).endswith("BasicLauncher"):
+        print(
             f"warning: n_jobs={settings.n_jobs}, but the basic launcher runs its jobs serially, one after another; "
             "hydra/launcher=joblib (pip install hydra-joblib-launcher) runs them in parallel"
         )
         settings.n_jobs = 1
 
-    root = app_folder(task_function, config)
-    storage = open_storage(given["storage"], root, Path(config.hydra.runtime.cwd))
+    working_folder = Path(config.hydra.runtime.cwd)
+    storage = open_storage(given["storage"], app_folder(task_function, working_folder), working_folder)
     fixed = fixed_of(given, job_config, space)
     name = given["study_name"] or default_name(str(config.hydra.job.name), fixed, space)
     if not given["resume"]:
         name = free_name(storage, name)
-    study = open_study(storage, name, space, settings.directions, fixed, say)
+    study = open_study(storage, name, space, settings.directions, fixed)
     known = len(study.get_trials(deepcopy=False))
     sampler = Sampler(given["sampler"] or {}, settings.seed, known, len(settings.directions))
 
-    folder = Path(config.hydra.runtime.cwd, str(config.hydra.sweep.dir))
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "multirun.yaml").exists():
-        OmegaConf.save(config, folder / "multirun.yaml")
+    runner.folder.mkdir(parents=True, exist_ok=True)
+    if not (runner.folder / "multirun.yaml").exists():
+        OmegaConf.save(config, runner.folder / "multirun.yaml")
+    hooks = {name: hook(given.get(name), name) for name in ("preflight", "plan", "read", "recover", "verdict")}
+    points = read_points(given["enqueue"])
+    fixed_digest = digest_of(fixed)
     return Search(
-        study,
-        space,
-        sampler,
-        settings,
-        runner,
-        folder=folder,
-        fixed=digest_of(fixed),
-        enqueue=read_points(given["enqueue"]),
-        preflight=hook(given["preflight"], "preflight"),
-        plan=hook(given["plan"], "plan"),
-        read=hook(given["read"], "read"),
-        recover=hook(given.get("recover"), "recover"),
-        say=say,
-        session=session,
-    )
+        study, space, sampler, settings, runner,
+        folder=runner.folder, fixed=fixed_digest, enqueue=points, session=session, **hooks,
+    )  # fmt: skip
 
 
 def space_of(given: Mapping[str, Any], arguments: list[str], loader: ConfigLoader, job_config: DictConfig) -> Space:
@@ -144,7 +135,7 @@ def space_of(given: Mapping[str, Any], arguments: list[str], loader: ConfigLoade
 
 def compositions(space: Space) -> list[list[str]]:
     """The words of jobs that together have every choice of every key, as far as MOST_COMPOSITIONS goes."""
-    texts = dict(iter_texts(space))
+    texts = {key: p.texts_to_compose() for key, p in space.parameters.items()}
     first = {key: found[0] for key, found in texts.items()}
     chosen = [first, *({**first, key: text} for key, found in texts.items() for text in found[1:])]
     return [
@@ -174,22 +165,17 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
     direction = given["direction"]
     said = [direction] if isinstance(direction, str) else list(direction or [])
     directions = [str(getattr(d, "name", d)).lower() for d in said]
-    for d in directions or [""]:
-        if d not in ("minimize", "maximize"):
-            raise BadInput("hydra.sweeper.direction", direction, "is no direction", "give minimize or maximize")
-    objectives = [str(n) for n in given["objectives"] or []]
+    if not directions or {*directions} - {"minimize", "maximize"}:
+        raise BadInput("hydra.sweeper.direction", direction, "is no direction", "give minimize or maximize")
+    objectives, constraints = ([str(n) for n in given[key] or []] for key in ("objectives", "constraints"))
     if objectives and len(objectives) != len(directions):
-        raise BadInput(
-            "hydra.sweeper.objectives", objectives, f"names {len(objectives)} of {len(directions)} objectives",
-            "give one name per direction",
-        )  # fmt: skip
+        wrong = f"names {len(objectives)} of {len(directions)} objectives"
+        raise BadInput("hydra.sweeper.objectives", objectives, wrong, "give one name per direction")
     for key, least in _LEAST.items():
-        value = given[key]
-        if value is not None and not value >= least:
-            raise BadInput(f"hydra.sweeper.{key}", value, f"is below {least}", f"give {least} or more")
-    constraints = [str(n) for n in given["constraints"] or []]
+        if given[key] is not None and not given[key] >= least:
+            raise BadInput(f"hydra.sweeper.{key}", given[key], f"is below {least}", f"give {least} or more")
     limits = {key: given[key] for key in (*_LEAST, "seed")}
-    return Settings(directions=directions, objectives=objectives, constraints=constraints, **limits)
+    return Settings(directions, objectives, constraints, **limits)
 
 
 _LEAST = {"n_trials": 1, "timeout_s": 0, "n_jobs": 1, "max_failures": 0, "max_failure_rate": 0, "max_skipped": 1}
@@ -228,28 +214,20 @@ def hook(conf: Any, name: str) -> Any:
     return made
 
 
-def app_folder(task_function: TaskFunction, config: DictConfig) -> Path:
+def app_folder(task_function: TaskFunction, working_folder: Path) -> Path:
     """The folder of the app's own file, so that its studies are found from any working directory."""
     try:
         return Path(inspect.getfile(inspect.unwrap(task_function))).resolve().parent
     except (TypeError, OSError):
-        return Path(config.hydra.runtime.cwd)
+        return working_folder
 
 
 class HydraRunner:
     """Composes with Hydra's loader and launches with its launcher."""
 
-    def __init__(self, context: HydraContext, config: DictConfig, launcher: Launcher, n_jobs: int) -> None:
-        self.loader, self.config, self.launcher = context.config_loader, config, launcher
-        self.serial = str(config.hydra.launcher.get("_target_", "")).endswith("BasicLauncher")
-
-    def check(self, space: Space) -> None:
-        """Compose every choice of every key once, so that what cannot be composed is refused before anything is asked.
-
-        Raises Hydra's own exceptions.
-        """
-        for words in compositions(space):
-            self.loader.load_sweep_config(self.config, words)
+    def __init__(self, loader: ConfigLoader, config: DictConfig, launcher: Launcher) -> None:
+        self.loader, self.config, self.launcher = loader, config, launcher
+        self.folder = Path(config.hydra.runtime.cwd, str(config.hydra.sweep.dir))
 
     def compose(self, number: int, overrides: list[str]) -> tuple[DictConfig, Path | None]:
         config = self.loader.load_sweep_config(self.config, overrides)
@@ -274,8 +252,7 @@ class HydraRunner:
             return job.overrides
         others = (folder.with_name(f"{folder.name}-{i}") for i in itertools.count(2))
         free = next(f for f in itertools.chain([folder], others) if not f.exists())
-        root = Path(self.config.hydra.runtime.cwd, str(self.config.hydra.sweep.dir))
-        return [*job.overrides, f"hydra.sweep.subdir={encode(os.path.relpath(free, root))}"]
+        return [*job.overrides, f"hydra.sweep.subdir={encode(os.path.relpath(free, self.folder))}"]
 
 
 def _folder(config: DictConfig) -> Path | None:

@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from omegaconf import DictConfig
 from optuna.trial import FrozenTrial, TrialState
 
 from sweep.environment import own_process
 from sweep.errors import BadInput
 from sweep.interrupts import whole
 from sweep.search.candidate import (
-    DETAIL_CHARACTERS,
     FAILED,
     OK,
     OOM_CONSTRAINT,
@@ -31,11 +29,11 @@ from sweep.search.candidate import (
     Job,
     NoAnswer,
     Runner,
-    Settings,
     read_answer,
     read_exception,
     read_preflight,
 )
+from sweep.search.plots import draw_study
 from sweep.search.space import Point, Space
 from sweep.search.study import (
     ANSWERED_BY,
@@ -44,6 +42,7 @@ from sweep.search.study import (
     ESTIMATED,
     JOB,
     PLACEHOLDER,
+    RESULTS_FILE,
     VALUE_IS,
     Record,
     Sampler,
@@ -51,7 +50,6 @@ from sweep.search.study import (
     close,
     counts,
     least_violating,
-    number_text,
     record,
     records,
     stale,
@@ -60,6 +58,38 @@ from sweep.search.study import (
 )
 
 DEFAULT_TRIALS = 20
+DETAIL_CHARACTERS = 4000
+#: Above this number of points a space is not enumerated: no exhaustion is noticed, and no grid is walked.
+MOST_POINTS = 20_000
+#: After so many candidates in a row that were known already the search takes an unknown point by itself.
+REPEATS_IN_A_ROW = 10
+
+
+@dataclass
+class Settings:
+    """How long to search and what to make of failures. See the plugin's config for the meaning of each."""
+
+    directions: list[str] = field(default_factory=lambda: ["minimize"])
+    objectives: list[str] = field(default_factory=list)  # names; empty: value, or value_0, value_1, ...
+    constraints: list[str] = field(default_factory=list)  # names that every trial must have
+    n_trials: int | None = None
+    timeout_s: float | None = None
+    n_jobs: int = 1
+    max_failures: int | None = 10
+    max_failure_rate: float | None = None
+    max_skipped: int = 200
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.objectives:
+            several = len(self.directions) > 1
+            self.objectives = [f"value_{i}" for i in range(len(self.directions))] if several else ["value"]
+
+
+def quiet_optuna() -> None:
+    """Leave the talking to us: no line per trial, and no warning that a sampler is experimental."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
 
 
 class Limits:
@@ -68,9 +98,7 @@ class Limits:
     def __init__(self, settings: Settings, *, exhaustive: bool) -> None:
         self.settings = settings
         #: Jobs to launch over all runs of the study; None: as many as there are points.
-        self.n_trials = settings.n_trials
-        if self.n_trials is None and not exhaustive:
-            self.n_trials = DEFAULT_TRIALS
+        self.n_trials = settings.n_trials if settings.n_trials is not None or exhaustive else DEFAULT_TRIALS
         self.skipped_in_a_row = self.repeats_in_a_row = self.failures = 0
         self.batch_failure_rate = 0.0
         self.stopped_by_sampler = False
@@ -83,10 +111,6 @@ class Limits:
         if r.state == "FAIL" and r.launched:
             self.failures += 1
             self._last_failure = r.reason
-
-    def room(self, launched: int) -> int:
-        """How many jobs the next batch may hold."""
-        return self.settings.n_jobs if self.n_trials is None else min(self.settings.n_jobs, self.n_trials - launched)
 
     def why_end(self, launched: int) -> str | None:
         """Why the search is over, or None."""
@@ -115,86 +139,64 @@ class Limits:
         """Raise BadInput if more jobs failed than allowed."""
         key = self._failed_too_often()
         if key is not None:
-            raise BadInput(
-                f"hydra.sweeper.{key}",
-                getattr(self.settings, key),
-                f"{self.failures} jobs failed, the last with {self._last_failure}",
-                "mend the job, or raise the limit",
-            )
+            wrong = f"{self.failures} jobs failed, the last with {self._last_failure}"
+            limit = getattr(self.settings, key)
+            raise BadInput(f"hydra.sweeper.{key}", limit, wrong, "mend the job, or raise the limit")
 
 
 class Progress:
     """Lines for a terminal or a log. `say` prints one."""
 
-    def __init__(
-        self, directions: Sequence[str], objectives: Sequence[str], limit: int | None, say: Callable[[str], None]
-    ) -> None:
-        self.directions, self.objectives, self.limit, self.say = directions, objectives, limit, say
-
-    def begin(self, study: str, found: Sequence[Record]) -> None:
-        if found:
-            n = counts(found)["launched"]
-            self.say(f"going on with the study {study}: {n} trials are known")
-        else:
-            self.say(f"study {study}")
+    def __init__(self, settings: Settings, limit: int | None, say: Callable[[str], None]) -> None:
+        self.directions, self.objectives, self.limit, self.say = settings.directions, settings.objectives, limit, say
 
     def ended(self, r: Record, found: Sequence[Record]) -> None:
-        launched = counts(found)["launched"]
-        of = f"{launched}/{self.limit}" if self.limit is not None else str(launched)
         if r.answered_by == BY_MEMORY:
             return  # nothing new is known
-        said = [f"[{of}] trial {r.number}: {self.result(r)}"]
-        if r.overrides:
-            said.append(words(r))
-        said.append(self.best_so_far(found))
-        self.say(" | ".join(said))
+        launched = counts(found)["launched"]
+        of = f"{launched}/{self.limit}" if self.limit is not None else str(launched)
+        best = best_first(found, self.directions)
+        if not best:
+            leading = "no feasible trial yet"
+        elif len(self.directions) > 1:
+            leading = f"front: {len(best)} trials"
+        else:
+            extreme = "highest" if self.directions[0] == "maximize" else "lowest"
+            leading = f"{extreme} {self._numbers(best[0].values)} (trial {best[0].number})"
+        self.say(" | ".join(x for x in (f"[{of}] trial {r.number}: {self.result(r)}", _words(r), leading) if x))
 
     def result(self, r: Record) -> str:
         """The outcome with its numbers, an estimate named as one."""
         shown = r.outcome
         if r.values is not None:
-            shown += " " + self.numbers(r.values)
+            shown += " " + self._numbers(r.values)
         elif r.estimated_values is not None:
             why = "no result" if r.launched else "not run"
-            shown += f" ({why}; estimated {self.numbers(r.estimated_values)})"
-        over = [f"{k} by {number_text(v)}" for k, v in r.constraints.items() if v > 0]
+            shown += f" ({why}; estimated {self._numbers(r.estimated_values)})"
+        over = [f"{k} by {v:.6g}" for k, v in r.constraints.items() if v > 0]
         if over:
             shown += f", over {' and '.join(over)}"
-        if r.state == "FAIL" and r.reason:
-            shown += f" ({r.reason})"
-        return shown
+        return f"{shown} ({r.reason})" if r.state == "FAIL" and r.reason else shown
 
-    def numbers(self, values: Sequence[float]) -> str:
-        return " ".join(f"{n}={number_text(v)}" for n, v in zip(self.objectives, values))
+    def _numbers(self, values: Sequence[float] | None) -> str:
+        return " ".join(f"{n}={v:.6g}" for n, v in zip(self.objectives, values or ()))
 
-    def best_so_far(self, found: Sequence[Record]) -> str:
-        best = best_first(found, self.directions)
-        if not best:
-            return "no feasible trial yet"
-        if len(self.directions) > 1:
-            return f"front: {len(best)} trials"
-        assert best[0].values is not None
-        return f"best {self.numbers(best[0].values)} (trial {best[0].number})"
-
-    def end(self, found: Sequence[Record], why: str) -> bool:
-        """Say the result. Returns whether there is a feasible trial."""
+    def end(self, found: Sequence[Record], best: Sequence[Record], why: str) -> None:
         n = counts(found)
         tail = ", ".join(f"{n[k]} {w}" for k, w in _SAID.items() if n[k])
         self.say(f"the search ended: {why} ({tail})" if tail else f"the search ended: {why}")
-        best = best_first(found, self.directions)
+        nearest = least_violating(found)
         if not best:
             self.say("no feasible trial")
-            nearest = least_violating(found)
-            if nearest is not None:
-                self.say(f"least violating: trial {nearest.number}: {self.result(nearest)} | {_where(nearest)}")
-            return False
-        if len(self.directions) == 1:
-            self.say(f"best: trial {best[0].number}: {self.result(best[0])} | {_where(best[0])}")
-        else:
-            self.say(f"Pareto front of {len(best)} trials:")
-            for r in best:
-                self.say(f"  trial {r.number}: {self.result(r)} | {_where(r)}")
-        return True
+        if not best and nearest is not None:
+            self.say(f"least violating: {self._line(nearest)}")
+        if best and len(self.directions) == 1:
+            self.say(f"best: {self._line(best[0])}")
+        elif best:
+            self.say("\n  ".join([f"Pareto front of {len(best)} trials:", *map(self._line, best)]))
+
+    def _line(self, r: Record) -> str:
+        return " | ".join(x for x in (f"trial {r.number}: {self.result(r)}", _words(r), r.folder) if x)
 
 
 _SAID = {
@@ -206,143 +208,29 @@ _SAID = {
 }
 
 
-def words(r: Record) -> str:
+def _words(r: Record) -> str:
     """The words of a job that were searched; the fixed ones are the same for all."""
     searched = {key.lstrip("+~") for key in r.params}
     return " ".join(o for o in r.overrides if o.partition("=")[0].lstrip("+~") in searched)
 
 
-def _where(r: Record) -> str:
-    return " | ".join(x for x in (words(r), r.folder or "") if x)
-
-
-def read_returned(job: Job, said: Any, settings: Settings, read: Callable[[Job, Any], Any] | None) -> Answer:
-    """The answer in what a job returned or raised. Never raises for what a job did; such a trial has failed."""
-    try:
-        if isinstance(said, BaseException):
-            answer = read_exception(said, next(iter(settings.constraints), OOM_CONSTRAINT))
-            answer.details = "".join(traceback.format_exception(said))[-DETAIL_CHARACTERS:]
-            forget_frames(said)
-            return answer
-        return read_answer(read(job, said) if read is not None else said, settings.objectives)
-    except NoAnswer as error:
-        return Answer(outcome=FAILED, reason=str(error))
-
-
-def forget_frames(error: BaseException) -> None:
+def _forget_frames(error: BaseException | None) -> None:
     """Drop the local variables that an exception's traceback holds, and those of its causes."""
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        if current.__traceback__ is not None:
-            traceback.clear_frames(current.__traceback__)
-            current.__traceback__ = None
-        current = current.__cause__ or current.__context__
-
-
-@dataclass
-class Told:
-    """One trial's end: values are None for a failed one."""
-
-    values: list[float] | None = None
-    constraints: dict[str, float] = field(default_factory=dict)
-    attrs: dict[str, Any] = field(default_factory=dict)
-
-
-def what_to_tell(
-    job: Job, answer: Answer, answered_by: str | None, known: Iterable[Record], settings: Settings, sampler: str
-) -> Told:
-    """A trial that violates a constraint is complete and infeasible, never failed, so that samplers learn from it."""
-    outcome = FAILED if answer.failed and answer.outcome == OK else answer.outcome
-    attrs = {
-        "outcome": outcome if outcome != OK else None,
-        "reason": answer.reason,
-        "folder": answer.folder if answer.folder != str(job.folder) else None,
-        "mlflow_run_id": answer.mlflow_run_id,
-        "info": answer.info,
-        "details": answer.details,
-        ANSWERED_BY: answered_by,
-    }
-    told = Told(answer.values)
-    if not answer.failed:
-        known = list(known)
-        told.constraints = _constraints(answer, job.estimate, known, settings, sampler)
-        attrs[VALUE_IS] = ESTIMATED if answer.estimated else None
-        if told.values is None:
-            told.values, attrs[VALUE_IS] = _stand_in(job.estimate, known, settings)
-    # Each costs a commit, so what goes without saying is not said.
-    told.attrs = {k: v for k, v in attrs.items() if v not in (None, "", {})}
-    return told
-
-
-def _constraints(
-    answer: Answer, estimate: Answer | None, known: Iterable[Record], settings: Settings, sampler: str
-) -> dict[str, float]:
-    """The trial's violations, filled up to the names that the study's other trials have.
-
-    A trial without a value for a constraint counts as feasible in it, and the Gaussian process refuses trials with
-    different numbers of them.
-    """
-    names = {n for r in known for n in r.constraints} | set(settings.constraints)
-    if sampler == "GPSampler" and not settings.constraints:
-        names.add(OOM_CONSTRAINT)
-    told = dict(answer.constraints)
-    if answer.values is None and estimate is not None:
-        for name, value in estimate.constraints.items():
-            told.setdefault(name, max(value, 0.0))
-    return dict.fromkeys(names, 0.0) | told
-
-
-def _stand_in(estimate: Answer | None, known: Iterable[Record], settings: Settings) -> tuple[list[float], str]:
-    """What to tell for an infeasible trial that has no value: the estimate, or else the worst that was measured.
-
-    Only the Gaussian process looks at it, and it is never shown as a result.
-    """
-    if estimate is not None and estimate.values is not None:
-        return estimate.values, ESTIMATED
-    measured = [r.values for r in known if r.values is not None]
-    if not measured:
-        return [0.0] * len(settings.directions), PLACEHOLDER
-    worst = [min if d == "maximize" else max for d in settings.directions]
-    return [pick(column) for pick, column in zip(worst, zip(*measured))], PLACEHOLDER
-
-
-def tell(study: optuna.Study, trial: optuna.Trial, told: Told) -> tuple[FrozenTrial, bool]:
-    """End the trial. Returns it, and whether the sampler asks to stop, which an exhaustive one does by an exception."""
-    for key, value in told.attrs.items():
-        trial.set_user_attr(key, value)
-    for name in sorted(told.constraints):  # in one order, since the Gaussian process goes by position
-        trial.set_constraint(name, told.constraints[name])
-    state = TrialState.FAIL if told.values is None else TrialState.COMPLETE
-    try:
-        return study.tell(trial, told.values, state=state), False
-    except RuntimeError as error:
-        if "Study.stop" not in str(error):
-            raise
-        return next(t for t in study.get_trials(deepcopy=False) if t.number == trial.number), True
-
-
-def quiet_optuna() -> None:
-    """Leave the talking to us: no line per trial, and no warning that a sampler is experimental."""
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
-
-
-#: Above this number of points a space is not enumerated: no exhaustion is noticed, and no grid is walked.
-MOST_POINTS = 20_000
-#: After so many known points in a row an unknown one is taken instead.
-REPEATS_IN_A_ROW = 10
+    while error is not None and error.__traceback__ is not None:
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 class Search:
-    """One run of a search over a study, which may hold trials of earlier runs.
+    """One run of a study.
 
     preflight: called with a Job before it is launched; see `sweep.search.candidate.read_preflight` for what it may say.
         If it has a method `learn`, that gets the Record of every ended trial, those of earlier runs first.
     plan: called with this Search before the first candidate; returns points to try first, in a person's values.
     read: called with a Job and what it returned; returns what `read_answer` understands.
     recover: called with a Job that was running when its command was killed; returns what it would have, or None.
+    verdict: called with this Search at its end; returns the trial that was judged best, or None: best is who leads.
     """
 
     def __init__(
@@ -360,60 +248,35 @@ class Search:
         plan: Callable[[Search], Iterable[Mapping[str, Any]]] | None = None,
         read: Callable[[Job, Any], Any] | None = None,
         recover: Callable[[Job], Any] | None = None,
+        verdict: Callable[[Search], Record | None] | None = None,
         say: Callable[[str], None] = print,
         session: Any = None,
     ) -> None:
-        self.session = session
         self.study, self.space, self.sampler, self.settings, self.runner = study, space, sampler, settings, runner
-        self.recover = recover
-        self.folder, self.fixed, self.preflight, self.plan, self.read = folder, fixed, preflight, plan, read
+        self.folder, self.fixed, self.session = folder, fixed, session
+        self.preflight, self.plan, self.read, self.recover, self.verdict = preflight, plan, read, recover, verdict
         self.queue: list[Point] = [space.label(p) for p in enqueue]
         self.points = space.points(MOST_POINTS)
         if sampler.exhaustive and self.points is None:
-            raise BadInput(
-                "hydra.sweeper.sampler", sampler.name, "the space is not finite", "use choices and ranges, or tpe"
-            )
-        self.limits = Limits(settings, exhaustive=sampler.exhaustive)
+            wrong, todo = "the space is not finite", "use choices and ranges, or tpe"
+            raise BadInput("hydra.sweeper.sampler", sampler.name, wrong, todo)
         study.sampler = sampler.optuna
-        self.progress = Progress(settings.directions, settings.objectives, self.limits.n_trials, say)
+        self.limits = Limits(settings, exhaustive=sampler.exhaustive)
+        self.progress = Progress(settings, self.limits.n_trials, say)
         self.records: dict[int, Record] = {}
-        self.ended_because = ""
+        self.ended_because = "still running"
         self._known: dict[tuple[str, ...], Record] = {}  # measured, refused, or failed in this run
         self._open: dict[int, optuna.Trial] = {}
         self._running: set[tuple[str, ...]] = set()  # the points of the batch that is being filled or run
         self._unknown = self._in_order()
         self._judged_after = -1  # jobs launched when the refused points were last reconsidered
 
-    def _job(self, number: int, point: Point, overrides: list[str]) -> Job:
-        return Job(number, point, overrides, DictConfig({}), session=self.session)
-
-    def files(self) -> list[Path]:
-        """What a search leaves beside the report: its result, and its pictures, drawn now."""
-        if self.folder is None:
-            return []
-        from sweep.search.plots import draw_study  # only now: matplotlib takes its time
-
-        result = self.folder / "optimization_results.yaml"
-        return [*([result] if result.is_file() else []), *draw_study(self.study, self.folder)]
-
     def run(self) -> list[Record]:
         """Search until one of the limits. Returns all trials of the study; whatever happens, they are kept and written.
 
         Raises BadInput where more jobs failed than allowed. An interruption ends the open trials first.
         """
-        left = {trial.number: trial for trial in stale(self.study)}
-        answered = {number: found for number, trial in left.items() if (found := self._recovered(trial)) is not None}
-        lost = [trial for number, trial in left.items() if number not in answered]
-        close(self.study, lost)
-        if lost:
-            numbers = ", ".join(str(t.number) for t in lost)
-            self.progress.say(f"closed what a killed command left running: trial {numbers}")
-        for r in records(self.study):
-            self._remember(r)
-        self.progress.begin(self.study.study_name, list(self.records.values()))
-        for number, (job, answer) in answered.items():
-            self.progress.say(f"trial {number} had been run when its command was killed: its result is taken")
-            self._tell(optuna.Trial(self.study, left[number]._trial_id), job, answer, None)
+        self._take_up()
         try:
             if self.plan is not None and self._why_end() is None:
                 self.queue += [self.space.label(p) for p in self.plan(self)]
@@ -425,34 +288,74 @@ class Search:
             raise
         finally:
             with whole():
-                self._close_open(self.ended_because)
+                for trial in self._open.values():
+                    trial.set_user_attr("reason", self.ended_because)
+                    self._remember(record(self.study.tell(trial, state=TrialState.FAIL)))
+                self._open.clear()
                 self._write()
         self.limits.check_failures()
         return list(self.records.values())
 
+    def best(self) -> list[Record]:
+        """The feasible trials, best first, the one that the verdict prefers before all; of several objectives, the
+        Pareto front.
+        """
+        found = best_first(list(self.records.values()), self.settings.directions)
+        preferred = self.verdict(self) if self.verdict is not None and len(self.settings.directions) == 1 else None
+        return found if preferred is None else [preferred, *(r for r in found if r is not preferred)]
+
+    def files(self) -> list[Path]:
+        """What a search leaves beside a report: its result, and its pictures, drawn now."""
+        if self.folder is None:
+            return []
+        result = self.folder / RESULTS_FILE
+        return [*([result] if result.is_file() else []), *draw_study(self.study, self.folder)]
+
+    # --- what earlier commands left -------------------------------------------------------------------------------
+
+    def _take_up(self) -> None:
+        """Learn what the study knows. A trial of a killed command is ended, by its job's result where it left one."""
+        left = [(trial, self._recovered(trial)) for trial in stale(self.study)]
+        lost = [trial for trial, found in left if found is None]
+        close(self.study, lost)
+        if lost:
+            numbers = ", ".join(str(t.number) for t in lost)
+            self.progress.say(f"closed what a killed command left running: trial {numbers}")
+        for r in records(self.study):
+            self._remember(r)
+        n = counts(list(self.records.values()))["launched"]
+        name = self.study.study_name
+        self.progress.say(f"going on with the study {name}: {n} trials are known" if self.records else f"study {name}")
+        for trial, found in left:
+            if found is not None:
+                said = f"trial {trial.number} had been run when its command was killed: its result is taken"
+                self.progress.say(said)
+                self._tell(optuna.Trial(self.study, trial._trial_id), *found, None)
+
     def _recovered(self, trial: FrozenTrial) -> tuple[Job, Answer] | None:
-        """What a killed command's job came to, where it had come to its end."""
         asked = trial.user_attrs.get(JOB, {})
         if self.recover is None or asked.get("fixed") != self.fixed or "folder" not in asked:
             return None
         job = self._job(trial.number, trial.params, asked["overrides"])
-        job.folder = Path(asked["folder"])
         try:
             job.config, _ = self.runner.compose(trial.number, job.overrides)
+            job.folder = Path(asked["folder"])
             said = self.recover(job)
         except Exception as error:
             self.progress.say(f"trial {trial.number}: its result cannot be taken ({type(error).__name__}: {error})")
             return None
-        return None if said is None else (job, read_returned(job, said, self.settings, self.read))
+        return None if said is None else (job, self._read(job, said))
 
-    # --- one step -----------------------------------------------------------------------------------------------
+    # --- one step -------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
         """Fill a batch with candidates that need a run, run them, and tell what came out."""
         batch: list[tuple[optuna.Trial, Job]] = []
         twins: list[tuple[optuna.Trial, Job]] = []  # same point as one of the batch
-        room = self.limits.room(self.launched)
-        while len(batch) < room and not (self.sampler.exhaustive and self._unknown.keys() <= self._running):
+        left = self.settings.n_jobs if self.limits.n_trials is None else self.limits.n_trials - self.launched
+        while len(batch) < min(self.settings.n_jobs, left):
+            if self.sampler.exhaustive and self._unknown.keys() <= self._running:
+                break
             trial = self._ask()
             job = self._job(trial.number, trial.params, self.space.overrides(trial.params))
             identity = self.space.identity(job.point)
@@ -467,8 +370,14 @@ class Search:
             self._launch(batch)
         self._running.clear()
         for trial, job in twins:
-            if not self._answer_from_memory(trial, job):
-                self._tell(trial, job, Answer(outcome=FAILED, reason="the same point failed beside it"), BY_MEMORY)
+            known = self._known.get(self.space.identity(job.point))
+            if known is not None:
+                self._answer_from_memory(trial, job, known)
+            else:
+                self._tell(trial, job, Answer(FAILED, reason="the same point failed beside it"), BY_MEMORY)
+
+    def _job(self, number: int, point: Point, overrides: list[str]) -> Job:
+        return Job(number, point, overrides, self.settings.objectives, self.session)
 
     @whole()
     def _ask(self) -> optuna.Trial:
@@ -476,31 +385,25 @@ class Search:
         point = self._next_point()
         if point is not None:
             self.study.enqueue_trial(point)
-        before = len(self.study.get_trials(deepcopy=False))
         try:
             trial = self.study.ask(self.space.distributions)
             self._open[trial.number] = trial
             self.space.suggest_rest(trial)
-        except BaseException as error:
-            # Optuna leaves the trial running when a suggestion raises.
-            for t in self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING])[-1:]:
-                if t.number >= before - 1 and t.number not in self._open:
-                    self._open[t.number] = optuna.Trial(self.study, t._trial_id)
-            if isinstance(error, Exception) and not isinstance(error, BadInput):
-                key, value = ("hydra.sweeper.sampler", self.sampler.name)
-                if self.space.extend is not None:
-                    key, value = "hydra.sweeper.custom_search_space", self.space.extend_name
-                raise BadInput(key, value, f"no candidate can be asked for ({error})", "correct it") from error
+        except BadInput:
             raise
+        except Exception as error:
+            key, value = "hydra.sweeper.sampler", self.sampler.name
+            if self.space.extend is not None:
+                key, value = "hydra.sweeper.custom_search_space", self.space.extend_name
+            raise BadInput(key, value, f"no candidate can be asked for ({error})", "correct it") from error
         return trial
 
     def _next_point(self) -> Point | None:
         while self.queue:
             point = self.queue.pop(0)
             # Only whole points can be looked up; the rest of a partial one is the sampler's choice.
-            if set(self.space.parameters) <= set(point) and self.space.identity(point) in self._known:
-                continue
-            return point
+            if not set(self.space.parameters) <= set(point) or self.space.identity(point) not in self._known:
+                return point
         few_left = len(self._unknown) <= len(self._running) + 1
         if self.sampler.exhaustive or few_left or self.limits.repeats_in_a_row >= REPEATS_IN_A_ROW:
             return next((p for i, p in self._unknown.items() if i not in self._running), None)
@@ -510,7 +413,7 @@ class Search:
         """Whether a job must be launched: not where the memory or the preflight answers, or composing fails."""
         known = self._known.get(self.space.identity(job.point))
         if known is not None and (known.answered_by != BY_PREFLIGHT or self.preflight is None):
-            self._answer_from_memory(trial, job)
+            self._answer_from_memory(trial, job, known)
             return False
         asked = {"owner": own_process(), "overrides": job.overrides, "fixed": self.fixed}
         try:
@@ -523,16 +426,17 @@ class Search:
         with whole():
             trial.set_user_attr(JOB, asked | ({"folder": str(job.folder)} if job.folder is not None else {}))
         job.estimate = self._judge(job)
-        twin = self.records.get(job.estimate.same_as) if job.estimate and job.estimate.same_as is not None else None
+        if job.estimate is None:
+            return True
+        twin = None if job.estimate.same_as is None else self.records.get(job.estimate.same_as)
         if twin is not None and twin.ended and twin.launched:
             self._answer_from_memory(trial, job, twin)
-            return False
-        if job.estimate is None or job.estimate.run:
+        elif job.estimate.run:
             return True
-        if known is None:
-            self._tell(trial, job, job.estimate, BY_PREFLIGHT)
+        elif known is not None:
+            self._answer_from_memory(trial, job, known)
         else:
-            self._answer_from_memory(trial, job)
+            self._tell(trial, job, job.estimate, BY_PREFLIGHT)
         return False
 
     def _judge(self, job: Job) -> Answer | None:
@@ -542,7 +446,7 @@ class Search:
         try:
             return read_preflight(self.preflight(job), self.settings.objectives)
         except BadInput as error:
-            return Answer(outcome="invalid", reason=str(error), run=False, estimated=True)
+            return Answer("invalid", reason=str(error), run=False, estimated=True)
         except NoAnswer as error:
             raise BadInput("hydra.sweeper.preflight", self.preflight, str(error), "correct what it returns") from error
         except Exception as error:
@@ -551,10 +455,8 @@ class Search:
             return None
 
     @whole()
-    def _answer_from_memory(self, trial: optuna.Trial, job: Job, twin: Record | None = None) -> bool:
-        known = twin if twin is not None else self._known.get(self.space.identity(job.point))
-        if known is None:
-            return False
+    def _answer_from_memory(self, trial: optuna.Trial, job: Job, known: Record) -> None:
+        trial.set_user_attr("same_as", known.number if known.same_as is None else known.same_as)
         answer = Answer(
             outcome=known.outcome,
             values=known.values or known.estimated_values,
@@ -564,37 +466,111 @@ class Search:
             folder=known.folder,
             estimated=known.values is None,
         )
-        trial.set_user_attr("same_as", known.number if known.same_as is None else known.same_as)
         self._tell(trial, job, answer, BY_MEMORY)
-        return True
 
     def _launch(self, batch: list[tuple[optuna.Trial, Job]]) -> None:
         returned = self.runner.launch([job for _, job in batch])
+        raised = any(isinstance(said, BaseException) for said, _ in returned)
         failed = 0
         for (trial, job), (said, folder) in zip(batch, returned):
-            answer = read_returned(job, said, self.settings, self.read)
+            answer = self._read(job, said)
             answer.folder = answer.folder or (str(folder) if folder is not None else None)
             failed += answer.failed
             self._tell(trial, job, answer, None)
         self.limits.batch_failure_rate = failed / len(batch)
-        if any(isinstance(said, BaseException) for said, _ in returned):
+        if raised:
             # Exceptions keep their frames alive, and those whatever was large in them.
             del returned, said
             gc.collect()
 
+    def _read(self, job: Job, said: Any) -> Answer:
+        """The answer in what a job returned or raised. Never raises for what a job did; such a trial has failed."""
+        try:
+            if not isinstance(said, BaseException):
+                return read_answer(self.read(job, said) if self.read is not None else said, self.settings.objectives)
+            answer = read_exception(said, next(iter(self.settings.constraints), OOM_CONSTRAINT))
+            answer.details = "".join(traceback.format_exception(said))[-DETAIL_CHARACTERS:]
+            _forget_frames(said)
+            return answer
+        except NoAnswer as error:
+            return Answer(FAILED, reason=str(error))
+
+    # --- telling --------------------------------------------------------------------------------------------------
+
     @whole()
     def _tell(self, trial: optuna.Trial, job: Job, answer: Answer, answered_by: str | None) -> None:
-        known = self.records.values()
-        told = what_to_tell(job, answer, answered_by, known, self.settings, self.sampler.name)
-        ended, stopped = tell(self.study, trial, told)
+        """End a trial. One that violates a constraint is complete, never failed, so that samplers learn from it."""
+        attrs = {
+            "outcome": answer.outcome if answer.outcome != OK else FAILED if answer.failed else None,
+            "reason": answer.reason,
+            "folder": answer.folder if answer.folder != str(job.folder) else None,
+            "mlflow_run_id": answer.mlflow_run_id,
+            "info": answer.info,
+            "details": answer.details,
+            ANSWERED_BY: answered_by,
+        }
+        values = answer.values
+        if not answer.failed:
+            attrs[VALUE_IS] = ESTIMATED if answer.estimated else None
+            if values is None:
+                values, attrs[VALUE_IS] = self._stand_in(job.estimate)
+            for name, violated in sorted(self._constraints(answer, job.estimate).items()):
+                trial.set_constraint(name, violated)  # in one order, since the Gaussian process goes by position
+        for key, value in attrs.items():
+            if value not in (None, "", {}):  # each costs a commit, so what goes without saying is not said
+                trial.set_user_attr(key, value)
+        try:
+            ended = self.study.tell(trial, values, state=TrialState.FAIL if values is None else TrialState.COMPLETE)
+        except RuntimeError as error:
+            if "Study.stop" not in str(error):
+                raise
+            self.limits.stopped_by_sampler = True  # an exhaustive sampler asks for it by an exception
+            ended = next(t for t in self.study.get_trials(deepcopy=False) if t.number == trial.number)
         self._open.pop(trial.number, None)
         r = record(ended)
         self.limits.count(r)
-        self.limits.stopped_by_sampler |= stopped
         self._remember(r, this_run=True)
         self.progress.ended(r, list(self.records.values()))
         if r.launched:
             self._write()
+
+    def _constraints(self, answer: Answer, estimate: Answer | None) -> dict[str, float]:
+        """The trial's violations, filled up to the names that the study's other trials have.
+
+        A trial without a value for a constraint counts as feasible in it, and the Gaussian process refuses trials with
+        different numbers of them.
+        """
+        names = {n for r in self.records.values() for n in r.constraints} | set(self.settings.constraints)
+        if self.sampler.name == "GPSampler" and not self.settings.constraints:
+            names.add(OOM_CONSTRAINT)
+        expected = {}
+        if answer.values is None and estimate is not None:
+            expected = {name: max(value, 0.0) for name, value in estimate.constraints.items()}
+        return dict.fromkeys(names, 0.0) | expected | dict(answer.constraints)
+
+    def _stand_in(self, estimate: Answer | None) -> tuple[Sequence[float], str]:
+        """What to tell for an infeasible trial that has no value: the estimate, or else the worst that was measured.
+
+        Only the Gaussian process looks at it, and it is never shown as a result.
+        """
+        if estimate is not None and estimate.values is not None:
+            return estimate.values, ESTIMATED
+        measured = [r.values for r in self.records.values() if r.values is not None]
+        if not measured:
+            return [0.0] * len(self.settings.directions), PLACEHOLDER
+        worst = [min if d == "maximize" else max for d in self.settings.directions]
+        return [pick(column) for pick, column in zip(worst, zip(*measured))], PLACEHOLDER
+
+    @whole()
+    def _write(self) -> None:
+        if self.folder is not None:
+            found = list(self.records.values())
+            running = self.ended_because == "still running"
+            best = best_first(found, self.settings.directions) if running else self.best()
+            said = summary(self.study, found, best, sampler=self.sampler.name, ended_because=self.ended_because)
+            write_summary(self.folder, said)
+
+    # --- what is known --------------------------------------------------------------------------------------------
 
     def _remember(self, r: Record, *, this_run: bool = False) -> None:
         self.records[r.number] = r
@@ -639,27 +615,6 @@ class Search:
             if judged is not None and judged.run:
                 self._unknown[identity] = r.params
         return bool(self._unknown)
-
-    def _close_open(self, reason: str) -> None:
-        for trial in list(self._open.values()):
-            trial.set_user_attr("reason", reason)
-            self._remember(record(self.study.tell(trial, state=TrialState.FAIL)))
-        self._open.clear()
-
-    @whole()
-    def _write(self) -> None:
-        if self.folder is not None:
-            said = summary(
-                self.study,
-                list(self.records.values()),
-                sampler=self.sampler.name,
-                ended_because=self.ended_because or "still running",
-            )
-            write_summary(self.folder, said)
-
-    def best(self) -> list[Record]:
-        """The feasible trials, best first; of several objectives, the Pareto front."""
-        return best_first(list(self.records.values()), self.settings.directions)
 
     def _in_order(self) -> dict[tuple[str, ...], Point]:
         """The points that are not known, in the order in which an exhaustive search takes them."""

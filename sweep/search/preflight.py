@@ -28,8 +28,8 @@ from sweep.config.schema import (
     SearchSpaceConf,
     StrategyConf,
 )
-from sweep.config.strategy_names import describe, digest, fixed_id, is_baseline, strategy_at, strategy_id
-from sweep.decide.verdict import Facts, deciding_peak_mib, memory_cap
+from sweep.config.strategy_names import describe, fixed_id, is_baseline, strategy_at, strategy_id
+from sweep.decide.verdict import Facts, deciding_peak_mib, grouped, memory_cap
 from sweep.errors import BadInput, CannotPredict, NoEffect, NothingOffloaded, NothingRecomputed
 from sweep.format import number
 from sweep.memory.device import resolve_device
@@ -37,8 +37,10 @@ from sweep.results import Outcome, TrialResult, read_trials
 from sweep.search.candidate import Answer, Job
 from sweep.search.forecast import Forecast, Judgement, signature
 from sweep.search.hydra import compositions, space_of, study_name
+from sweep.search.loop import Search
 from sweep.search.plan import Candidate, Pieces, Plan, make_plan
 from sweep.search.space import encode
+from sweep.search.study import Record
 from sweep.session import Session
 from sweep.strategy import check_blocks
 from sweep.trial.check import check_trial
@@ -117,26 +119,27 @@ def _add_offload(found: Choices, s: SearchSpaceConf, offload: OffloadConf, block
     found.min_tensor_kib = sorted(set(s.min_tensor_kib)) or [offload.min_tensor_kib]
 
 
-_choices: dict[str, Choices] = {}
+class Suggest:
+    """The search space of this project: asks an Optuna trial for one strategy."""
 
+    def __init__(self) -> None:
+        self._choices: Choices | None = None  # of the command's one workload
 
-def suggest(config: DictConfig, trial: Any) -> None:
-    """Ask an Optuna trial for one strategy."""
-    key = digest(OmegaConf.to_container(config, resolve=False))
-    if key not in _choices:
-        _choices[key] = choices(typed(config, whole=False))
-    c = _choices[key]
-    trial.suggest_categorical(MICRO, c.micro_batch_sizes)
-    granularity = trial.suggest_categorical(GRANULARITY, c.granularities)
-    if granularity == "blocks":
-        trial.suggest_categorical(EVERY_K, c.every_k)
-    if granularity == "parts":
-        trial.suggest_categorical(PARTS, [f"[{part}]" for part in c.parts])
-    placement = trial.suggest_categorical(PLACEMENT, c.placements)
-    if placement == "blocks":
-        trial.suggest_categorical(FIRST, [f"first:{n}" for n in c.first_blocks])
-    if placement != "none":
-        trial.suggest_categorical(MIN_KIB, c.min_tensor_kib)
+    def __call__(self, config: DictConfig, trial: Any) -> None:
+        if self._choices is None:
+            self._choices = choices(typed(config, whole=False))
+        c = self._choices
+        trial.suggest_categorical(MICRO, c.micro_batch_sizes)
+        granularity = trial.suggest_categorical(GRANULARITY, c.granularities)
+        if granularity == "blocks":
+            trial.suggest_categorical(EVERY_K, c.every_k)
+        if granularity == "parts":
+            trial.suggest_categorical(PARTS, [f"[{part}]" for part in c.parts])
+        placement = trial.suggest_categorical(PLACEMENT, c.placements)
+        if placement == "blocks":
+            trial.suggest_categorical(FIRST, [f"first:{n}" for n in c.first_blocks])
+        if placement != "none":
+            trial.suggest_categorical(MIN_KIB, c.min_tensor_kib)
 
 
 #: Violation of a limit by a trial that died before a number was known.
@@ -158,35 +161,31 @@ class Preflight:
         self._refused: set[str] = set()  # recorded already
         self._not_predictable = False
 
-    def __call__(self, job: Any) -> dict[str, Any] | None:
+    def __call__(self, job: Job) -> Answer | None:
         """Let it run, refuse it with its violation, or name the trial that was the same computation."""
         if not self.enabled:
             return None
         try:
-            config = self._config(job.config)
+            config = resolved(job.config)
             judgement = self.forecast.judge(config)
         except (BadInput, NoEffect) as error:  # a strategy that means nothing, or does not fit the model
-            return {"run": False, "outcome": Outcome.invalid.value, "constraints": {"valid": 1.0}, "reason": str(error)}
+            return Answer(Outcome.invalid.value, constraints={"valid": 1.0}, reason=str(error), run=False)
         except CannotPredict as error:
             if not self._not_predictable:
                 self.forecast.say(f"candidates are run without a prediction: {error}")
             self._not_predictable = True
             return None
         self._baseline(config, job.session)
-        same = signature(judgement, config)
-        p = judgement.prediction
-        said: dict[str, Any] = {
-            "constraints": {"memory": judgement.over},
-            "values": {"peak_mib": judgement.allocated_mib, "samples_per_s": self._samples_per_s(config, judgement)},
-            "info": {"predicted_mib": p.allocated_mib, "over": judgement.over, "computation": same},
-            "reason": judgement.reason,
-            "same_as": self._trial_of.get(same),
-        }
-        if not judgement.fits and said["same_as"] is None:
-            said |= self._record(job, judgement, same)
+        said = estimate(judgement, config)
+        expected = {"peak_mib": judgement.allocated_mib, "samples_per_s": self._samples_per_s(config, judgement)}
+        if set(job.objectives) <= set(expected):
+            said.values = [expected[name] for name in job.objectives]
+        said.same_as = self._trial_of.get(said.info["computation"])
+        if not judgement.fits and said.same_as is None:
+            self._record(job, judgement, said)
         return said
 
-    def learn(self, record: Any) -> None:
+    def learn(self, record: Record) -> None:
         """`record` is a trial of the study that has ended, of this command or an earlier one."""
         info = record.info
         if record.same_as is not None or "computation" not in info:
@@ -202,11 +201,6 @@ class Preflight:
         elif record.outcome == Outcome.oom_device.value:
             self.forecast.learn_out_of_memory(record.number, info["over"])
 
-    def _config(self, node: DictConfig) -> Config:
-        config = typed(node)
-        config.device = resolve_device(config.device)
-        return config
-
     def _samples_per_s(self, config: Config, judgement: Judgement) -> float:
         """Estimated; 0 without pieces to estimate from. Only samplers see it, and only for what is not run."""
         if self.pieces is None:
@@ -217,17 +211,17 @@ class Preflight:
         # Where nothing that fits could be timed there is nothing to estimate from.
         return whole / step_ms * 1000 if step_ms > 0 and math.isfinite(step_ms) else 0.0
 
-    def _record(self, job: Job, judgement: Judgement, same: str) -> dict[str, Any]:
+    def _record(self, job: Job, judgement: Judgement, said: Answer) -> None:
         """Leave a result.json and an MLflow run of a refused candidate, once."""
+        same = said.info["computation"]
         if job.folder is None or same in self._refused or job.session is None:
-            return {}
+            return
         self._refused.add(same)
         others = (job.folder.with_name(f"{job.folder.name}-{i}") for i in itertools.count(2))
         folder = next(f for f in itertools.chain([job.folder], others) if not f.exists())
-        result = job.session.refuse(
-            typed(job.config), folder, job.overrides, judgement.prediction, judgement.reason
-        )
-        return {"mlflow_run_id": result.mlflow_run_id, "folder": str(folder)}
+        prediction, reason = judgement.prediction, judgement.reason
+        result = job.session.refuse(typed(job.config), folder, job.overrides, prediction, reason)
+        said.mlflow_run_id, said.folder = result.mlflow_run_id, str(folder)
 
     def _baseline(self, config: Config, session: Session | None) -> None:
         """A trial runs its baseline first where there is none yet. Where that cannot fit, it is recorded as refused."""
@@ -241,45 +235,57 @@ class Preflight:
             session.refuse_baseline(config, judgement.prediction, judgement.reason)
 
 
-def read(job: Job, result: TrialResult) -> dict[str, Any]:
-    """What a trial came to: objectives by name, and by what share it is beyond each limit."""
-    config = typed(result.config)
-    baseline = None if result.is_baseline or job.session is None else job.session.baseline_of(config)
-    m, estimate = result.measurement, job.estimate
-    over = estimate.constraints.get("memory") if estimate is not None else None
-    info = dict(estimate.info) if estimate is not None else {}
-    if m is not None and result.outcome == Outcome.ok.value:
-        info["measured_mib"] = m.peak_allocated_mib
-        values = {"peak_mib": m.peak_allocated_mib, "samples_per_s": m.samples_per_s}
-    else:
-        values = None
-    return {
-        "values": values,
-        "constraints": limits(result, baseline, config, over),
-        "outcome": result.outcome,
-        "reason": result.error,
-        "mlflow_run_id": result.mlflow_run_id,
-        "folder": result.folder,
-        "info": info,
-    }
-
-
-def recover(job: Any) -> TrialResult | None:
-    """The whole result of a trial whose command was killed before the search was told; None where there is none."""
-    config = typed(job.config)
+def resolved(node: Any) -> Config:
+    config = typed(node)
     config.device = resolve_device(config.device)
+    return config
+
+
+def estimate(judgement: Judgement, config: Config) -> Answer:
+    """What is known of a trial before it is run, without its objectives."""
+    predicted_mib, over = judgement.prediction.allocated_mib, judgement.over
+    info = {"predicted_mib": predicted_mib, "over": over, "computation": signature(judgement, config)}
+    return Answer(constraints={"memory": over}, info=info, reason=judgement.reason, estimated=True)
+
+
+def read(job: Job, result: TrialResult) -> Answer:
+    """What a trial came to: its objectives, and by what share it is beyond each limit."""
+    config, m = typed(result.config), result.measurement
+    baseline = None if result.is_baseline or job.session is None else job.session.baseline_of(config)
+    answer = Answer(
+        result.outcome, reason=result.error, mlflow_run_id=result.mlflow_run_id, folder=result.folder,
+        constraints=limits(result, baseline, config, job.estimate.constraints.get("memory") if job.estimate else None),
+        info=dict(job.estimate.info) if job.estimate else {},
+    )  # fmt: skip
+    if m is not None and result.outcome == Outcome.ok.value:
+        answer.info["measured_mib"] = m.peak_allocated_mib
+        found = {"peak_mib": m.peak_allocated_mib, "samples_per_s": m.samples_per_s}
+        answer.values = [found[name] for name in job.objectives]
+    return answer
+
+
+def recover(job: Job) -> TrialResult | None:
+    """The whole result of a trial whose command was killed before the search was told; None where there is none."""
+    config = resolved(job.config)
+    assert job.folder is not None
     wanted = (fixed_id(config), strategy_id(config))
     for folder in (job.folder, *sorted(job.folder.parent.glob(f"{job.folder.name}-*"))):
         for _, result in read_trials(folder):
             if (result.fixed_id, result.strategy_id) != wanted or result.outcome == Outcome.over_budget.value:
                 continue
             if result.prediction is not None:
-                judgement = Forecast().judged(result.prediction, config)
-                info: dict[str, Any] = {"predicted_mib": result.prediction.allocated_mib, "over": judgement.over}
-                info |= {"computation": signature(judgement, config)}
-                job.estimate = Answer(constraints={"memory": judgement.over}, info=info, estimated=True)
+                job.estimate = estimate(Forecast().judged(result.prediction, config), config)
             return result
     return None
+
+
+def verdict(search: Search) -> Record | None:
+    """The trial that the report will prefer; None where that is none of this search, or there are several reports."""
+    groups = grouped(search.session.results()) if search.session is not None else []
+    if len(groups) != 1 or (preferred := groups[0].conclude().preferred_index) is None:
+        return None
+    folder = groups[0].results[preferred].folder
+    return next((r for r in search.records.values() if r.folder == folder and r.feasible and r.same_as is None), None)
 
 
 def limits(
@@ -323,7 +329,7 @@ def _beyond(value: float | None, most: float | None) -> float:
     return value / most - 1 if most > 0 else UNKNOWN_BY if value > 0 else 0.0
 
 
-def plan(search: Any) -> list[dict[str, Any]]:
+def plan(search: Search) -> list[dict[str, Any]]:
     """The points to try first: the baseline, then those with the best estimates. Made once per study."""
     with interrupts.whole():
         kept = search.study.user_attrs.get(PLAN)
@@ -332,23 +338,21 @@ def plan(search: Any) -> list[dict[str, Any]]:
     config = typed(search.space.config, whole=False)
     config.device = resolve_device(config.device)
     candidates = _candidates(search, config)
-    whole = config.workload.global_batch_size
-    first = [c.point for c in candidates if is_baseline(c.strategy, whole)][:1]
-    points = list(first)
+    baseline = next((c for c in candidates if is_baseline(c.strategy, config.workload.global_batch_size)), None)
+    points = [] if baseline is None else [baseline.point]
     if config.search.plan_points and len(candidates) > 1 and search.folder is not None:
-        points += _planned(search, config, candidates, first)
+        points += _planned(search, config, [c for c in candidates if c is not baseline], search.folder)
     with interrupts.whole():
         search.study.set_user_attr(PLAN, points)
     return points
 
 
-def _planned(search: Any, config: Config, candidates: list[Candidate], first: list[Any]) -> list[Any]:
-    say: Callable[[str], None] = search.progress.say
+def _planned(search: Search, config: Config, others: list[Candidate], folder: Path) -> list[dict[str, Any]]:
+    say = search.progress.say
     preflight = search.preflight if isinstance(search.preflight, Preflight) else Preflight()
-    others = [c for c in candidates if c.point not in first]
     say(f"planning: timing single micro-steps, then estimating {len(others)} candidates")
     try:
-        made = make_plan(config, others, preflight.forecast, config.search.plan_points, search.folder)
+        made = make_plan(config, others, preflight.forecast, config.search.plan_points, folder)
     except BadInput:
         raise
     except Exception as error:  # a search without a plan is still a search
@@ -372,7 +376,7 @@ def _say_plan(made: Plan, config: Config, say: Callable[[str], None]) -> None:
         say(f"  {nothing}; the sampler begins by itself")
 
 
-def _candidates(search: Any, config: Config) -> list[Candidate]:
+def _candidates(search: Search, config: Config) -> list[Candidate]:
     """Every point of a finite space that sets keys of the strategy alone; none of any other space."""
     found = []
     for point in search.points or ():
@@ -383,9 +387,6 @@ def _candidates(search: Any, config: Config) -> list[Candidate]:
             return []
         found.append(Candidate(point, strategy))
     return found
-
-
-__all__ = ["Preflight", "limits", "plan", "read", "recover"]
 
 
 def settle_study(config: DictConfig, root: Path) -> str:

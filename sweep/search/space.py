@@ -6,7 +6,6 @@ grid alike; `int(interval(a, b))` includes both ends, as optimizing sweepers hav
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,113 +29,53 @@ from optuna.distributions import (
     FloatDistribution,
     IntDistribution,
 )
-from optuna.trial import BaseTrial
+from optuna.trial import BaseTrial, FixedTrial
 
 from sweep.config.schema import encode
 from sweep.errors import BadInput
 
 
-class Continuous(Exception):
-    """The function suggests a float without a step."""
+class Branch(BaseException):
+    """A suggestion that a walk has no value for yet. Whoever suggests shall not catch it."""
+
+    def __init__(self, name: str, candidates: list[Any] | None) -> None:
+        self.name, self.candidates = name, candidates
 
 
-class TooMany(Exception):
-    """There are more points than asked for."""
+class Walker(FixedTrial):
+    """A trial with given values."""
 
+    def __init__(self, point: dict[str, Any]) -> None:
+        super().__init__(point)
+        self._suggested_params = dict(point)
 
-def walk(
-    starts: Iterable[dict[str, Any]], suggest: Callable[[BaseTrial], None], limit: int
-) -> Iterator[dict[str, Any]]:
-    """All points that `suggest` leads to from each start, depth first. Raises Continuous or TooMany."""
-    count = 0
-    for start in starts:
-        turn: list[int] = []
-        while True:
-            trial = Walker(start, turn)
-            suggest(trial)
-            count += 1
-            if count > limit:
-                raise TooMany
-            yield trial.params
-            # Turn the last wheel that has not come round, and take off those behind it.
-            turn = list(trial.taken)
-            while turn and turn[-1] + 1 >= trial.sizes[len(turn) - 1]:
-                turn.pop()
-            if not turn:
-                break
-            turn[-1] += 1
-
-
-class Walker(BaseTrial):
-    """A trial that answers each suggestion with the candidate of a given index, the first where none is given."""
-
-    def __init__(self, start: dict[str, Any], turn: Sequence[int]) -> None:
-        self._params = dict(start)
-        self._turn = turn
-        self.taken: list[int] = []
-        self.sizes: list[int] = []
-        self._attrs: dict[str, Any] = {}
-
-    def _take(self, name: str, candidates: Sequence[Any]) -> Any:
+    def _suggest(self, name: str, distribution: BaseDistribution) -> Any:
         if name not in self._params:
-            depth = len(self.taken)
-            index = self._turn[depth] if depth < len(self._turn) else 0
-            self.taken.append(index)
-            self.sizes.append(len(candidates))
-            self._params[name] = candidates[index]
+            raise Branch(name, values_of(distribution))
         return self._params[name]
 
-    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
-        return self._take(name, list(choices))
 
-    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
-        return int(self._take(name, range(low, high + 1, step)))
+def walk(point: dict[str, Any], suggest: Callable[[BaseTrial], None]) -> Iterator[dict[str, Any]]:
+    """All points that `suggest` leads to from a point, depth first. Raises ValueError where a key is continuous."""
+    try:
+        suggest(Walker(point))
+    except Branch as branch:
+        if branch.candidates is None:
+            raise ValueError(f"{branch.name} is continuous") from None
+        for value in branch.candidates:
+            yield from walk({**point, branch.name: value}, suggest)
+    else:
+        yield point
 
-    def suggest_float(
-        self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
-    ) -> float:
-        if step is None:
-            raise Continuous
-        return float(self._take(name, [low + i * step for i in range(int((high - low) / step + 1e-9) + 1)]))
 
-    def suggest_uniform(self, name: str, low: float, high: float) -> float:
-        return self.suggest_float(name, low, high)
-
-    def suggest_loguniform(self, name: str, low: float, high: float) -> float:
-        return self.suggest_float(name, low, high, log=True)
-
-    def suggest_discrete_uniform(self, name: str, low: float, high: float, q: float) -> float:
-        return self.suggest_float(name, low, high, step=q)
-
-    def report(self, value: float, step: int) -> None: ...
-
-    def should_prune(self) -> bool:
-        return False
-
-    def set_user_attr(self, key: str, value: Any) -> None:
-        self._attrs[key] = value
-
-    def set_constraint(self, key: str, value: float) -> None: ...
-
-    @property
-    def params(self) -> dict[str, Any]:
-        return dict(self._params)
-
-    @property
-    def distributions(self) -> dict[str, Any]:
-        return {}
-
-    @property
-    def user_attrs(self) -> dict[str, Any]:
-        return dict(self._attrs)
-
-    @property
-    def datetime_start(self) -> datetime.datetime | None:
-        return None
-
-    @property
-    def number(self) -> int:
-        return 0
+def values_of(d: BaseDistribution) -> list[Any] | None:
+    """All values in order; None for an interval of floats."""
+    if isinstance(d, CategoricalDistribution):
+        return list(d.choices)
+    if isinstance(d, IntDistribution):
+        return list(range(d.low, d.high + 1, d.step))
+    assert isinstance(d, FloatDistribution)
+    return None if d.step is None else [d.low + i * d.step for i in range(int((d.high - d.low) / d.step + 1e-9) + 1)]
 
 
 #: A custom search space: gets the composed config and a trial, suggests further keys. Conditions are plain `if`s.
@@ -164,12 +103,15 @@ class Parameter:
 
     def candidates(self) -> list[Any] | None:
         """All values, in the order in which they were written; None for an interval of floats."""
+        return list(self.values) if self.values else values_of(self.distribution)
+
+    def texts_to_compose(self) -> list[str]:
+        """All choices, or the ends of a range."""
         d = self.distribution
         if isinstance(d, CategoricalDistribution):
-            return list(d.choices)
-        if self.values:
-            return list(self.values)
-        return list(range(d.low, d.high + 1, d.step)) if isinstance(d, IntDistribution) else None
+            return list(self.texts)
+        assert isinstance(d, (IntDistribution, FloatDistribution))
+        return list(dict.fromkeys([self.text(d.low), self.text(d.high)]))
 
     def label(self, value: Any) -> Any:
         """The value by which Optuna knows what a person wrote, such as `[1, 2]`. BadInput if it is no candidate."""
@@ -223,21 +165,20 @@ class Space:
 
     def points(self, limit: int) -> list[Point] | None:
         """Every point of a finite space, the first key changing slowest; None if it is not finite, or above `limit`."""
-        candidates = {key: p.candidates() for key, p in self.parameters.items()}
-        if any(c is None for c in candidates.values()):
+        candidates = [p.candidates() for p in self.parameters.values()]
+        finite = [c for c in candidates if c is not None]
+        if len(finite) < len(candidates) or math.prod(map(len, finite)) > limit:
             return None
-        if math.prod(len(c) for c in candidates.values() if c is not None) > limit:
-            return None
-        products = itertools.product(*(c for c in candidates.values() if c is not None))
-        static = [dict(zip(candidates, values)) for values in products]
-        if self.extend is None:
-            return static
+        points: Iterator[Point] = (dict(zip(self.parameters, values)) for values in itertools.product(*finite))
+        if self.extend is not None:
+            points = itertools.chain.from_iterable(walk(p, self.suggest_rest) for p in points)
         try:
-            return list(walk(static, self.suggest_rest, limit))
+            found = list(itertools.islice(points, limit + 1))
         except BadInput:
             raise
-        except Exception:  # Continuous, TooMany, or it needs more of a trial than a walk has
+        except Exception:  # a continuous key, or the function needs more of a trial than a walk has
             return None
+        return found if len(found) <= limit else None
 
     def label(self, point: Mapping[str, Any]) -> Point:
         """A point as a person writes it, in Optuna's values. Keys of a custom search space are taken as they are."""
@@ -364,14 +305,3 @@ def describe(parameter: Parameter) -> str:
     kind = "int" if isinstance(d, IntDistribution) else "float"
     step = f" in steps of {d.step:g}" if d.step not in (None, 1) else ""
     return f"{kind} from {d.low!r} to {d.high!r}{step}{', log' if d.log else ''}"
-
-
-def iter_texts(space: Space) -> Iterator[tuple[str, list[str]]]:
-    """Per searched key, the words that it may become: all choices, or the ends of a range."""
-    for key, p in space.parameters.items():
-        d = p.distribution
-        if isinstance(d, CategoricalDistribution):
-            yield key, list(p.texts)
-        else:
-            assert isinstance(d, (IntDistribution, FloatDistribution))
-            yield key, list(dict.fromkeys([p.text(d.low), p.text(d.high)]))

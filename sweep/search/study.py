@@ -7,15 +7,16 @@ import importlib.util
 import inspect
 import itertools
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from operator import le
 from pathlib import Path
 from typing import Any
 
 import optuna
 import yaml
 from filelock import FileLock
+from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 from optuna.samplers import BaseSampler, RandomSampler
 from optuna.storages import BaseStorage, InMemoryStorage, RDBStorage
@@ -33,9 +34,6 @@ SAMPLER_KEY = "hydra.sweeper.sampler"
 #: Exhaustive samplers, and whether they take the points in order. Walking the points ourselves serves enqueued points,
 #: conditional keys, resuming and an end once all are known, none of which Optuna's own two serve together.
 _WALKS = {"GridSampler": True, "BruteForceSampler": False}
-#: Samplers that need a package beside Optuna's own.
-_NEEDS = {"CmaEsSampler": "cmaes", "GPSampler": "torch"}
-_SINGLE_OBJECTIVE = ("CmaEsSampler",)
 
 
 class Sampler:
@@ -43,57 +41,32 @@ class Sampler:
 
     def __init__(self, conf: Mapping[str, Any], seed: int | None, known_trials: int, objectives: int) -> None:
         """`seed` varies with the number of trials already known, so that a resumed search does not repeat itself."""
-        target = str(conf.get("_target_") or "")
-        name = target.rpartition(".")[2]
+        target, key = conf.get("_target_"), f"{SAMPLER_KEY}._target_"
         if not target:
-            raise BadInput(f"{SAMPLER_KEY}._target_", None, "is missing", "give the import path of an Optuna sampler")
-        self.name = name
+            raise BadInput(key, None, "is missing", "give the import path of an Optuna sampler")
+        self.name = str(target).rpartition(".")[2]
         given = conf.get("seed")
         self.seed = seed if given is None else int(given)
-        self.exhaustive = name in _WALKS
-        self.ordered = _WALKS.get(name, False)
+        self.exhaustive, self.ordered = self.name in _WALKS, _WALKS.get(self.name, False)
         if self.exhaustive:
             self.optuna: BaseSampler = RandomSampler(seed=self.seed)
             return
-        if name in _SINGLE_OBJECTIVE and objectives > 1:
-            raise BadInput(
-                f"{SAMPLER_KEY}._target_", target, f"cannot serve {objectives} objectives", "use tpe, nsgaii or gp"
-            )
-        needed = _NEEDS.get(name)
-        if needed is not None and importlib.util.find_spec(needed) is None:
-            raise BadInput(f"{SAMPLER_KEY}._target_", target, f"needs the package {needed}", f"pip install {needed}")
-        self.optuna = _build(conf, target, None if self.seed is None else self.seed + known_trials)
-
-
-def _build(conf: Mapping[str, Any], target: str, seed: int | None) -> BaseSampler:
-    from hydra.utils import get_class, instantiate
-
-    try:
-        cls = get_class(target)
-    except Exception as error:
-        raise BadInput(
-            f"{SAMPLER_KEY}._target_", target, "cannot be imported", "give an Optuna sampler's path"
-        ) from error
-    takes = inspect.signature(cls).parameters
-    # null means the sampler's own default, so that one config serves every version of Optuna.
-    arguments = {k: v for k, v in conf.items() if v is not None and k != "seed" and not str(k).startswith("_")}
-    for key in arguments:
-        if key not in takes and not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
-            known = ", ".join(takes)
-            raise BadInput(
-                f"{SAMPLER_KEY}.{key}", arguments[key], f"{cls.__name__} takes no such argument", f"use {known}"
-            )
-    if "seed" in takes:
-        arguments["seed"] = seed
-    try:
-        sampler = instantiate({**arguments, "_target_": target}, _convert_="all")
-    except Exception as error:
-        raise BadInput(SAMPLER_KEY, target, f"cannot be made ({error})", "correct its arguments") from error
-    if not isinstance(sampler, BaseSampler):
-        raise BadInput(
-            f"{SAMPLER_KEY}._target_", target, "is no Optuna sampler", "give one such as optuna.samplers.TPESampler"
-        )
-    return sampler
+        if self.name == "CmaEsSampler" and objectives > 1:
+            raise BadInput(key, target, f"cannot serve {objectives} objectives", "use tpe, nsgaii or gp")
+        if self.name == "CmaEsSampler" and importlib.util.find_spec("cmaes") is None:
+            raise BadInput(key, target, "needs the package cmaes", "pip install cmaes")
+        # null means the sampler's own default, so that one config serves every version of Optuna.
+        arguments = {k: v for k, v in conf.items() if v is not None and k != "seed"}
+        try:
+            if self.seed is not None and "seed" in inspect.signature(get_class(str(target))).parameters:
+                arguments["seed"] = self.seed + known_trials
+            sampler = instantiate(arguments, _convert_="all")
+        except Exception as error:
+            wrong = f"cannot be made ({' '.join(str(error).split())[:300]})"
+            raise BadInput(key, target, wrong, "give an Optuna sampler and its arguments") from error
+        if not isinstance(sampler, BaseSampler):
+            raise BadInput(key, target, "is no Optuna sampler", "give one such as optuna.samplers.TPESampler")
+        self.optuna = sampler
 
 
 KEY = "hydra.sweeper.storage"
@@ -113,8 +86,6 @@ def open_storage(conf: Any, root: Path, working_folder: Path) -> BaseStorage:
     if conf is None:
         return InMemoryStorage()
     if isinstance(conf, DictConfig):
-        from hydra.utils import instantiate
-
         return instantiate(revealed(OmegaConf.to_container(conf, resolve=True)), _convert_="all")
     url = f"sqlite:///{root / 'mlruns' / 'optuna.db'}" if conf == AUTO else reveal(str(conf))
     shown = masked(url)
@@ -190,9 +161,9 @@ def open_study(
         study.set_user_attr(FIXED, dict(fixed))
         return study
     study = optuna.load_study(study_name=name, storage=storage)
-    _check_directions(study, directions)
-    _check_space(study, space)
-    changed = changed_keys(study.user_attrs.get(FIXED), fixed)
+    _check_question(study, space, directions)
+    before: Mapping[str, str] = study.user_attrs.get(FIXED) or fixed
+    changed = sorted(k for k in {*before, *fixed} if before.get(k) != fixed.get(k))
     if changed:
         say(
             f"warning: the study {name} was begun with other values of {', '.join(changed)}; "
@@ -201,48 +172,19 @@ def open_study(
     return study
 
 
-def _check_directions(study: optuna.Study, directions: Sequence[str]) -> None:
-    before = [d.name.lower() for d in study.directions]
-    if before != list(directions):
-        raise BadInput(
-            "hydra.sweeper.direction",
-            ",".join(directions),
-            f"the study {study.study_name} was begun with {','.join(before)}",
-            "go on with that, or give hydra.sweeper.study_name=NAME or hydra.sweeper.resume=false for a new study",
-        )
-
-
-def _check_space(study: optuna.Study, space: Space) -> None:
-    before, now = study.user_attrs.get(SPACE), space.describe()
-    if before is None:
-        before, now = _space_of_trials(study, space)
-    for key in sorted(set(before) | set(now)):
+def _check_question(study: optuna.Study, space: Space, directions: Sequence[str]) -> None:
+    direction, described = "hydra.sweeper.direction", space.describe()
+    # Optuna itself minds the choices of a study that something else has begun.
+    before = study.user_attrs.get(SPACE, described) | {direction: ",".join(d.name.lower() for d in study.directions)}
+    now = described | {direction: ",".join(directions)}
+    for key in sorted({*before, *now}):
         if before.get(key) != now.get(key):
-            was = f"was searched as {before[key]}" if key in before else "was not searched"
             raise BadInput(
                 key,
                 now.get(key, "(not searched)"),
-                f"{was} when the study {study.study_name} was begun",
-                "go on with the same space, or give hydra.sweeper.study_name=NAME or hydra.sweeper.resume=false "
-                "for a new study",
+                f"was {before.get(key, 'not searched')} when the study {study.study_name} was begun",
+                "go on with that, or give hydra.sweeper.study_name=NAME or hydra.sweeper.resume=false for a new study",
             )
-
-
-def _space_of_trials(study: optuna.Study, space: Space) -> tuple[dict[str, Any], dict[str, Any]]:
-    """For a study that something else has begun: the choices that its trials had, and ours of the same keys."""
-    before: dict[str, Any] = {}
-    for trial in study.get_trials(deepcopy=False):
-        for key, d in trial.distributions.items():
-            if isinstance(d, optuna.distributions.CategoricalDistribution):
-                before[key] = list(d.choices)
-    ours = {k: list(getattr(d, "choices", ())) for k, d in space.distributions.items() if k in before}
-    return {k: v for k, v in before.items() if k in ours}, ours
-
-
-def changed_keys(before: Mapping[str, str] | None, now: Mapping[str, str]) -> list[str]:
-    if before is None:
-        return []
-    return sorted(k for k in set(before) | set(now) if before.get(k) != now.get(k))
 
 
 @whole()
@@ -275,21 +217,22 @@ class Record:
     """One trial of a study."""
 
     number: int
-    state: str  # Optuna's: COMPLETE, FAIL, RUNNING
     outcome: str
     params: dict[str, Any] = field(default_factory=dict)
-    overrides: list[str] = field(default_factory=list)
     values: list[float] | None = None  # measured ones only
     estimated_values: list[float] | None = None
     constraints: dict[str, float] = field(default_factory=dict)
     reason: str = ""
+    overrides: list[str] = field(default_factory=list)
     folder: str | None = None
     mlflow_run_id: str | None = None
-    info: dict[str, Any] = field(default_factory=dict)
-    answered_by: str | None = None
     same_as: int | None = None  # the trial whose measurement answered this one
-    fixed: str | None = None  # digest of what was not searched
     seconds: float | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+    # Not written into the summary:
+    state: str = "COMPLETE"  # Optuna's: COMPLETE, FAIL, RUNNING
+    answered_by: str | None = None
+    fixed: str | None = None  # digest of what was not searched
 
     @property
     def ended(self) -> bool:
@@ -309,10 +252,6 @@ class Record:
         """Measured, and within all constraints. An estimate is never a result."""
         return self.state == "COMPLETE" and self.values is not None and self.violation <= 0
 
-    @property
-    def original(self) -> bool:
-        return self.same_as is None
-
 
 @whole()
 def records(study: optuna.Study) -> list[Record]:
@@ -325,29 +264,24 @@ def record(trial: FrozenTrial) -> Record:
     attrs = dict(trial.user_attrs.get(JOB, {})) | trial.user_attrs
     complete = trial.state is TrialState.COMPLETE
     values, value_is = list(trial.values) if complete and trial.values else None, attrs.get(VALUE_IS)
+    ended_as = OK if complete else FAILED if trial.state.is_finished() else "running"
+    same = ("overrides", "reason", "folder", "mlflow_run_id", "same_as", "info", ANSWERED_BY, "fixed")
     return Record(
         number=trial.number,
-        state=trial.state.name,
-        outcome=attrs.get("outcome", OK if complete else FAILED if trial.state.is_finished() else "running"),
+        outcome=attrs.get("outcome", ended_as),
         params=dict(trial.params),
-        overrides=list(attrs.get("overrides", [])),
         values=values if value_is is None else None,
         estimated_values=values if value_is == ESTIMATED else None,
         constraints=dict(trial.constraints),
-        reason=attrs.get("reason", ""),
-        folder=attrs.get("folder"),
-        mlflow_run_id=attrs.get("mlflow_run_id"),
-        info=dict(attrs.get("info", {})),
-        answered_by=attrs.get(ANSWERED_BY),
-        same_as=attrs.get("same_as"),
-        fixed=attrs.get("fixed"),
-        seconds=trial.duration.total_seconds() if trial.duration is not None else None,
+        seconds=round(trial.duration.total_seconds(), 3) if trial.duration is not None else None,
+        state=trial.state.name,
+        **{key: attrs[key] for key in same if key in attrs},
     )
 
 
 def best_first(found: Sequence[Record], directions: Sequence[str]) -> list[Record]:
     """The feasible trials of one objective, best first; of several, the Pareto front in the order of the first one."""
-    feasible = [r for r in found if r.feasible and r.original]
+    feasible = [r for r in found if r.feasible and r.same_as is None]
     signs = [-1.0 if d == "maximize" else 1.0 for d in directions]
 
     def costs(r: Record) -> list[float]:
@@ -355,17 +289,15 @@ def best_first(found: Sequence[Record], directions: Sequence[str]) -> list[Recor
         return [s * v for s, v in zip(signs, r.values)]
 
     if len(directions) > 1:
-        feasible = [r for r in feasible if not any(_dominates(costs(o), costs(r)) for o in feasible)]
+        points = [costs(r) for r in feasible]
+        beaten = [any(o != c and all(map(le, o, c)) for o in points) for c in points]
+        feasible = [r for r, b in zip(feasible, beaten) if not b]
     return sorted(feasible, key=lambda r: (costs(r)[0], r.number))
-
-
-def _dominates(a: Sequence[float], b: Sequence[float]) -> bool:
-    return all(x <= y for x, y in zip(a, b)) and any(x < y for x, y in zip(a, b))
 
 
 def least_violating(found: Sequence[Record]) -> Record | None:
     """The trial closest to being feasible, measured ones before estimated ones where they are equal."""
-    violating = [r for r in found if r.state == "COMPLETE" and r.violation > 0 and r.original]
+    violating = [r for r in found if r.state == "COMPLETE" and r.violation > 0 and r.same_as is None]
     return min(violating, key=lambda r: (r.violation, r.answered_by is not None, r.number), default=None)
 
 
@@ -375,18 +307,18 @@ def counts(found: Sequence[Record]) -> dict[str, int]:
         "launched": len(launched),
         "feasible": sum(r.feasible for r in launched),
         "infeasible": sum(r.state == "COMPLETE" and not r.feasible for r in launched),
-        "failed": sum(r.state == "FAIL" for r in found if r.original),
+        "failed": sum(r.state == "FAIL" for r in found if r.same_as is None),
         "not_run": sum(r.answered_by == BY_PREFLIGHT for r in found),
         "answered_from_memory": sum(r.answered_by == BY_MEMORY for r in found),
     }
 
 
-def summary(study: optuna.Study, found: Sequence[Record], *, sampler: str, ended_because: str) -> dict[str, Any]:
+def summary(
+    study: optuna.Study, found: Sequence[Record], best: Sequence[Record], *, sampler: str, ended_because: str
+) -> dict[str, Any]:
     """The content of `optimization_results.yaml`. Its first keys are those that Hydra's own Optuna plugin writes."""
-    directions = [d.name.lower() for d in study.directions]
-    best = best_first(found, directions)
     said: dict[str, Any] = {"name": "optuna"}
-    if len(directions) == 1:
+    if len(study.directions) == 1:
         said["best_params"] = best[0].params if best else None
         said["best_value"] = best[0].values[0] if best and best[0].values else None
         said["best_trial"] = entry(best[0]) if best else None
@@ -397,7 +329,7 @@ def summary(study: optuna.Study, found: Sequence[Record], *, sampler: str, ended
         said["least_violating"] = entry(nearest) if nearest is not None else None
     return said | {
         "study": study.study_name,
-        "directions": directions,
+        "directions": [d.name.lower() for d in study.directions],
         "sampler": sampler,
         "ended_because": ended_because,
         "counts": counts(found),
@@ -407,34 +339,13 @@ def summary(study: optuna.Study, found: Sequence[Record], *, sampler: str, ended
 
 def entry(r: Record) -> dict[str, Any]:
     """One trial with what is known of it; keys that have nothing to say are left out."""
-    said: dict[str, Any] = {
-        "number": r.number,
-        "outcome": r.outcome,
-        "params": r.params,
-        "values": r.values,
-        "estimated_values": r.estimated_values,
-        "constraints": r.constraints,
-        "reason": r.reason,
-        "overrides": r.overrides,
-        "folder": r.folder,
-        "mlflow_run_id": r.mlflow_run_id,
-        "same_as": r.same_as,
-        "seconds": None if r.seconds is None else round(r.seconds, 3),
-        "info": r.info,
-    }
+    said = {k: v for k, v in asdict(r).items() if k not in ("state", ANSWERED_BY, "fixed")}
     return {k: v for k, v in said.items() if v not in (None, "", {}, []) or k in ("number", "outcome", "params")}
 
 
-def write_summary(folder: Path, said: dict[str, Any]) -> Path:
+def write_summary(folder: Path, said: dict[str, Any]) -> None:
     """Write it whole or not at all: a kill never leaves half a file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / RESULTS_FILE
-    partial = path.with_name(path.name + ".partial")
+    partial = folder / f"{RESULTS_FILE}.partial"
     plain = json.loads(json.dumps(said, default=str))  # no Python object, tuple or alias gets into the file
     partial.write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    partial.replace(path)
-    return path
-
-
-def number_text(value: float) -> str:
-    return f"{value:.6g}" if math.isfinite(value) else str(value)
+    partial.replace(folder / RESULTS_FILE)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from sweep.config.schema import (
     CheckpointConf,
@@ -21,10 +23,12 @@ from sweep.config.schema import (
 from sweep.config.strategy_names import describe as name_of
 from sweep.config.strategy_names import is_baseline, kind_of, strategy_at
 from sweep.results import Measurement, Outcome, TrialResult
+from sweep.search.candidate import Job
 from sweep.search.forecast import Forecast, signature
 from sweep.search.plan import Candidate, Line, Pieces, fill, make_plan, probe_here, rank
-from sweep.search.preflight import Choices, Preflight, choices, limits, suggest
+from sweep.search.preflight import Choices, Preflight, Suggest, choices, limits
 from sweep.search.space import walk
+from sweep.search.study import Record
 from sweep.trial.measure import no_progress
 from sweep.trial.process import call
 from sweep.trial.trial import describe
@@ -48,10 +52,8 @@ def small() -> Config:
 
 
 def points(small: Config) -> list[dict[str, Any]]:
-    from omegaconf import OmegaConf
-
     node = OmegaConf.structured(small)
-    return list(walk([{}], lambda trial: suggest(node, trial), 10_000))
+    return list(walk({}, partial(Suggest(), node)))
 
 
 # -- candidates
@@ -185,50 +187,41 @@ def test_whatever_else_is_swept_is_another_computation(small: Config) -> None:
     first = forecast.judge(small)
     assert len({signature(first, each) for each in others}) == len(others)
     preflight, info = Preflight(), {"computation": signature(first, others[1]), "predicted_mib": 1.0}
-    preflight.learn(Ended(0, info, "nan"))
-    said = preflight(Asked(small, 1))
-    assert said is not None and said["same_as"] is None
+    preflight.learn(measured(0, info))
+    said = preflight(asked(small, 1))
+    assert said is not None and said.same_as is None
 
 
-class Asked:
-    """What the preflight is given, and a record of what came out."""
-
-    def __init__(self, own: Config, number: int) -> None:
-        from omegaconf import OmegaConf
-
-        self.config, self.folder, self.overrides, self.number = OmegaConf.structured(own), None, [], number
+def asked(own: Config, number: int) -> Job:
+    return Job(number, {}, [], ["samples_per_s"], config=OmegaConf.structured(own))
 
 
-class Ended:
-    def __init__(self, number: int, info: dict[str, Any], outcome: str = "ok") -> None:
-        self.number, self.info, self.outcome = number, info, outcome
-        self.same_as, self.launched, self.folder, self.state = None, True, None, "COMPLETE"
+def measured(number: int, info: dict[str, Any]) -> Record:
+    return Record(number, "ok", values=[1.0], info=info)
 
 
 def test_the_preflight_refuses_with_a_violation_and_names_twins(small: Config) -> None:
     preflight = Preflight()
-    said = preflight(Asked(small, 0))
+    said = preflight(asked(small, 0))
     assert said is not None
-    assert said["constraints"] == {"memory": -1.0}
-    assert said["same_as"] is None
-    preflight.learn(Ended(0, {**said["info"], "measured_mib": said["info"]["predicted_mib"]}))
+    assert said.constraints == {"memory": -1.0}
+    assert said.same_as is None
+    preflight.learn(measured(0, {**said.info, "measured_mib": said.info["predicted_mib"]}))
     small.strategy = replace(small.strategy, name="same", micro_batch_size=WHOLE)
-    again = preflight(Asked(small, 1))
-    assert again is not None
-    assert again["same_as"] == 0
-    other = Preflight()
-    small.budget.memory_mib = said["info"]["predicted_mib"] * 0.8
-    refused = other(Asked(small, 2))
+    again = preflight(asked(small, 1))
+    assert again is not None and again.same_as == 0
+    small.budget.memory_mib = said.info["predicted_mib"] * 0.8
+    refused = Preflight()(asked(small, 2))
     assert refused is not None
-    assert refused["constraints"]["memory"] == pytest.approx(0.25)
+    assert refused.constraints["memory"] == pytest.approx(0.25)
 
 
 def test_offload_that_moves_nothing_is_refused_as_invalid(small: Config) -> None:
     small.strategy.offload = OffloadConf(placement=Placement.all, min_tensor_kib=1e6)
-    said = Preflight()(Asked(small, 0))
+    said = Preflight()(asked(small, 0))
     assert said is not None
-    assert said["run"] is False
-    assert said["constraints"] == {"valid": 1.0}
+    assert said.run is False
+    assert said.constraints == {"valid": 1.0}
 
 
 # -- what a trial came to
