@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from omegaconf import DictConfig
 
+from sweep.outcomes import is_out_of_memory, one_line, outcome_of
 from sweep.search.space import Point
 
 
@@ -117,8 +118,6 @@ def read_preflight(returned: Any, names: Sequence[str]) -> Answer:
 
 def read_exception(error: BaseException, constraint: str = OOM_CONSTRAINT) -> Answer:
     """Out of memory is a violation, which teaches a sampler; any other exception is a failure."""
-    from sweep.outcomes import is_out_of_memory, one_line, outcome_of  # with torch, so only where it is needed
-
     reason = one_line(error)[:REASON_CHARACTERS]
     if is_out_of_memory(error):
         return Answer(outcome_of(error).value, constraints={constraint: 1.0}, reason=reason)

@@ -545,7 +545,7 @@ def test_several_processes_may_make_the_database_at_once(tmp_path):
 def test_samplers_that_cannot_serve_are_refused():
     for conf, objectives, wrong in (
         ({}, 1, "is missing"),
-        ({"_target_": "optuna.samplers.Nothing"}, 1, "cannot be imported"),
+        ({"_target_": "optuna.samplers.Nothing"}, 1, "cannot be made"),
         ({"_target_": "optuna.samplers.TPESampler", "speed": 3}, 1, "speed"),
         ({"_target_": "optuna.pruners.MedianPruner"}, 1, "no Optuna sampler"),
         ({"_target_": "optuna.samplers.CmaEsSampler"}, 2, "cannot serve 2 objectives"),
