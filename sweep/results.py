@@ -389,6 +389,11 @@ class Prediction:
     held_outputs_mib: float = 0.0  # of the peak: outputs that the loop holds until the step ends
 
     @property
+    def moved_mib(self) -> float:
+        """To the host and back in one optimizer step."""
+        return self.to_host_mib + self.from_host_mib
+
+    @property
     def unsure(self) -> list[str]:
         """The caveats that leave open how much it takes; the others say whose peak it is."""
         return [c for c in self.caveats if not c.startswith(WHOSE_PEAK)]

@@ -18,6 +18,7 @@ never shown as a result.
 from __future__ import annotations
 
 import heapq
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -29,7 +30,7 @@ import numpy as np
 import torch
 
 from sweep.config.check import typed
-from sweep.config.schema import CheckpointConf, Config, Granularity, Placement, StrategyConf, plain
+from sweep.config.schema import CheckpointConf, Config, Granularity, OffloadConf, Placement, StrategyConf, plain
 from sweep.config.strategy_names import digest
 from sweep.outcomes import one_line
 from sweep.search.forecast import Forecast, signature
@@ -111,18 +112,16 @@ def _micro_step_ms(workload: Workload, strategy: StrategyConf) -> float:
 
 def _timed(run: Callable[[], object], device: torch.device) -> float:
     times: list[float] = []
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     while len(times) < LEAST_REPEATS or (sum(times) < LEAST_S * 1000 and len(times) < MOST_REPEATS):
-        _wait(device)
+        wait()
         begun = time.perf_counter()
         run()
-        _wait(device)
+        wait()
         times.append((time.perf_counter() - begun) * 1000)
     return min(times)  # whatever disturbs a micro-step makes it longer
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @dataclass
@@ -168,16 +167,22 @@ class Pieces:
         """moved_mib: to the host and back in one step."""
         micro, steps = micro_batch_size(strategy, global_batch_size), accumulation_steps(strategy, global_batch_size)
         each = self.plain.at(micro) + self.recompute_ms(strategy.checkpoint, micro)
-        if strategy.offload.placement is not Placement.none:
+        if is_on(strategy.offload):
             each += self.hooks_ms
         return steps * each + moved_mib * self.ms_per_mib + self.update_ms
 
     def recompute_ms(self, conf: CheckpointConf, micro: int) -> float:
-        if conf.granularity is Granularity.none:
+        if not is_on(conf):
             return 0.0
         line = self.recompute.get(kind(conf), self.recompute.get("blocks", Line()))
         chosen = len(range(0, self.blocks, conf.every_k)) / max(self.blocks, 1)
         return line.at(micro) * (1.0 if conf.granularity is Granularity.segments else chosen)
+
+
+def is_on(conf: CheckpointConf | OffloadConf) -> bool:
+    if isinstance(conf, CheckpointConf):
+        return conf.granularity is not Granularity.none
+    return conf.placement is not Placement.none
 
 
 def kind(conf: CheckpointConf) -> str:
@@ -189,26 +194,27 @@ def measure_pieces(config: Config, candidates: list[Candidate], forecast: Foreca
     """Time the pieces on the device. Only what is predicted to fit is run."""
     whole = config.workload.global_batch_size
     sizes = sorted({micro_batch_size(c.strategy, whole) for c in candidates} | {whole})
-    fits = _fits(config, forecast)
+
+    def fits(strategy: StrategyConf) -> bool:
+        try:
+            return forecast.judge(replace(config, strategy=strategy)).fits
+        except Exception:  # not predictable, moves nothing, or does not fit the model: the plan leaves it alone
+            return False
+
     bare = StrategyConf(name="plain")
     plain_sizes = [n for n in sizes if fits(replace(bare, micro_batch_size=n))]
-    kinds = {
-        kind(c.strategy.checkpoint): replace(c.strategy.checkpoint, every_k=1)
-        for c in candidates
-        if c.strategy.checkpoint.granularity is not Granularity.none
-    }
-    offloads = {
-        c.strategy.offload.placement: replace(c.strategy.offload, min_tensor_kib=0.0)
-        for c in candidates
-        if c.strategy.offload.placement in (Placement.inputs, Placement.all)
+    checkpoints, offloads = ([getattr(c.strategy, part) for c in candidates] for part in ("checkpoint", "offload"))
+    recomputing = {kind(c): replace(bare, checkpoint=replace(c, every_k=1)) for c in checkpoints if is_on(c)}
+    moving = {
+        o.placement: replace(bare, offload=replace(o, min_tensor_kib=0.0))
+        for o in offloads
+        if o.placement in (Placement.inputs, Placement.all)
     }
     two = _ends(plain_sizes) or sizes
     # Sizes that do not fit plainly are measured with what saves most.
-    saving = [replace(bare, checkpoint=c) for name, c in kinds.items() if name == "blocks"]
-    saving += [replace(bare, offload=o) for placement, o in offloads.items() if placement is Placement.all]
+    saving = [s for key, s in (recomputing | moving).items() if key in ("blocks", Placement.all)]
     wanted = [replace(bare, micro_batch_size=n) for n in plain_sizes]
-    wanted += [replace(bare, micro_batch_size=n, checkpoint=c) for c in kinds.values() for n in two]
-    wanted += [replace(bare, micro_batch_size=n, offload=o) for o in offloads.values() for n in two]
+    wanted += [replace(s, micro_batch_size=n) for s in (*recomputing.values(), *moving.values()) for n in two]
     wanted += [replace(s, micro_batch_size=n) for n in sizes if n not in {*plain_sizes, *two} for s in saving]
     wanted = [s for s in wanted if fits(s)]
     probed = probe(config, wanted, folder)
@@ -217,8 +223,7 @@ def measure_pieces(config: Config, candidates: list[Candidate], forecast: Foreca
     pieces.blocks = len(find_blocks(build_outline(config.workload), config.workload.blocks))
 
     def moved_mib(s: StrategyConf) -> float:
-        p = forecast.predicted(replace(config, strategy=s))
-        return (p.to_host_mib + p.from_host_mib) / accumulation_steps(s, whole)
+        return forecast.predicted(replace(config, strategy=s)).moved_mib / accumulation_steps(s, whole)
 
     def recomputed(s: StrategyConf) -> float:
         return forecast.predicted(replace(config, strategy=s)).recompute_flops_ratio
@@ -248,17 +253,20 @@ def fill(
     def size(s: StrategyConf) -> int:
         return s.micro_batch_size or 0
 
-    def bare(s: StrategyConf) -> bool:
-        return s.checkpoint.granularity is Granularity.none and s.offload.placement is Placement.none
-
-    measured = {size(s): t for s, t in times if bare(s)} or _without_recomputation(times, recomputed)
+    measured = {size(s): t for s, t in times if not is_on(s.checkpoint) and not is_on(s.offload)}
+    # Where no size fits plainly: recomputing ones, less their share of FLOPs for that. Of several kinds the least
+    # counts, since what checkpointing costs beside its FLOPs only adds to a time.
+    for s, t in times if not measured else ():
+        if not is_on(s.offload):
+            pieces.plain.points[size(s)] = min(pieces.plain.points.get(size(s), math.inf), t / (1 + recomputed(s)))
+    measured = measured or dict(pieces.plain.points)
     pieces.plain.points.update(measured)
     moved: list[tuple[float, float]] = []  # MiB, ms that they add
     for s, t in times:
-        if bare(s) or size(s) not in measured:
+        if size(s) not in measured or not (is_on(s.checkpoint) or is_on(s.offload)):
             continue
         added = max(0.0, t - measured[size(s)])
-        if s.offload.placement is not Placement.none:
+        if is_on(s.offload):
             moved.append((moved_mib(s), added))
         else:
             pieces.recompute.setdefault(kind(s.checkpoint), Line()).points[size(s)] = added
@@ -268,24 +276,10 @@ def fill(
     for s, t in times:
         if size(s) not in measured:
             added = pieces.recompute_ms(s.checkpoint, size(s))
-            if s.offload.placement is not Placement.none:
+            if is_on(s.offload):
                 added += pieces.hooks_ms + moved_mib(s) * pieces.ms_per_mib
             rest.setdefault(size(s), []).append(max(0.0, t - added))
     pieces.plain.points.update({n: statistics.mean(found) for n, found in rest.items()})
-
-
-def _without_recomputation(
-    times: list[tuple[StrategyConf, float]], recomputed: Callable[[StrategyConf], float]
-) -> dict[int, float]:
-    """Plain times where no size fits plainly: recomputing ones, less their share of FLOPs for that.
-
-    Of several kinds the least counts, since what checkpointing costs beside its FLOPs only adds to a time.
-    """
-    found: dict[int, list[float]] = {}
-    for s, t in times:
-        if s.offload.placement is Placement.none:
-            found.setdefault(s.micro_batch_size or 0, []).append(t / (1 + recomputed(s)))
-    return {size: min(each) for size, each in found.items()}
 
 
 def _straight(points: list[tuple[float, float]]) -> tuple[float, float]:
@@ -299,16 +293,6 @@ def _straight(points: list[tuple[float, float]]) -> tuple[float, float]:
     if start < 0:
         return 0.0, float((x * y).sum() / (x * x).sum())
     return float(start), float(slope)
-
-
-def _fits(config: Config, forecast: Forecast) -> Callable[[StrategyConf], bool]:
-    def fits(strategy: StrategyConf) -> bool:
-        try:
-            return forecast.judge(replace(config, strategy=strategy)).fits
-        except Exception:  # not predictable, moves nothing, or does not fit the model: the plan leaves it alone
-            return False
-
-    return fits
 
 
 @dataclass
@@ -355,8 +339,7 @@ def rank(
         if same in seen:
             continue
         seen.add(same)
-        moved = judgement.prediction.to_host_mib + judgement.prediction.from_host_mib
-        speed = whole / pieces.step_ms(candidate.strategy, whole, moved) * 1000
+        speed = whole / pieces.step_ms(candidate.strategy, whole, judgement.prediction.moved_mib) * 1000
         heapq.heappush(best, (speed, -position, candidate))
         if len(best) > wanted:
             heapq.heappop(best)

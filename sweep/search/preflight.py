@@ -205,9 +205,8 @@ class Preflight:
         """Estimated; 0 without pieces to estimate from. Only samplers see it, and only for what is not run."""
         if self.pieces is None:
             return 0.0
-        moved = judgement.prediction.to_host_mib + judgement.prediction.from_host_mib
         whole = config.workload.global_batch_size
-        step_ms = self.pieces.step_ms(config.strategy, whole, moved)
+        step_ms = self.pieces.step_ms(config.strategy, whole, judgement.prediction.moved_mib)
         # Where nothing that fits could be timed there is nothing to estimate from.
         return whole / step_ms * 1000 if step_ms > 0 and math.isfinite(step_ms) else 0.0
 
