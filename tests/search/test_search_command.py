@@ -149,7 +149,8 @@ runpy.run_path("train.py", run_name="__main__")
 
 
 def test_a_killed_search_goes_on_and_takes_what_was_measured(tmp_path: Path) -> None:
-    arguments = ["search=budget", "search.n_trials=3", "search.plan_points=0", *SPACE, f"hydra.sweep.dir={tmp_path}/multirun/s"]
+    where = f"hydra.sweep.dir={tmp_path}/multirun/s"
+    arguments = ["search=budget", "search.n_trials=3", "search.plan_points=0", *SPACE, where]
     killed = subprocess.run(
         [sys.executable, "-c", KILLED_AMID_RECORDING, *arguments, *SMALL, *stores(tmp_path)],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
