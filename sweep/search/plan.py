@@ -122,8 +122,6 @@ def _timed(run: Callable[[], object], device: torch.device) -> float:
     return min(times)  # whatever disturbs a micro-step makes it longer
 
 
-
-
 @dataclass
 class Candidate:
     """One point of the grid: the sampler's words for it, and its strategy."""
