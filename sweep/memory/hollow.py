@@ -34,10 +34,9 @@ from torch._subclasses.fake_tensor import (
 from torch.utils.flop_counter import flop_registry
 
 from sweep.errors import CannotPredict
-from sweep.memory.intercept import ADD, storage_id
-from sweep.memory.ledger import Ledger, Workspace, host
-from sweep.memory.log import round_up
-from sweep.memory.operators import Effect, Op, describe
+from sweep.memory.allocator import round_up
+from sweep.memory.ledger import Ledger, host
+from sweep.memory.operators import ADD, Effect, Op, Workspace, describe, storage_id
 from sweep.results import Category, Phase
 
 LSTM_LAYER = torch.ops.aten.mkldnn_rnn_layer.default

@@ -29,6 +29,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
@@ -37,17 +39,198 @@ import torch
 from torch import Tensor, nn
 
 from sweep.errors import DeviceOutOfMemory
-from sweep.memory.intercept import (
+from sweep.memory.allocator import round_up
+from sweep.memory.operators import (
     ADD,
+    Effect,
     Intercept,
+    Op,
+    Workspace,
     can_be_added_in_place,
+    describe,
     in_engine,
     references_of_the_engine,
     storage_id,
+    storages_in,
+    strided,
+    tensors_in,
 )
-from sweep.memory.log import NO_NODE, Event, Log, round_up
-from sweep.memory.operators import Effect, Op, describe, storages_in, strided, tensors_in
-from sweep.results import MIB, Category, Peak, Phase
+from sweep.results import MIB, Category, Holder, Peak, Phase
+
+#: Holders that a report names.
+LARGEST = 10
+#: Sequence number of graph nodes that no forward operator made (AccumulateGrad).
+NO_NODE = -1
+
+
+class Log:
+    """What was allocated and freed in which order, for the device and for host copies beside it. Sizes are bytes.
+
+    An allocation is a number, `id`, counted from 0; lists indexed by it hold what is known of it. What it was for is
+    often known only later (a tensor is an activation once the backward pass begins and it is still there), so its
+    category may change until the report is made. Recording costs well under a microsecond; all else waits for that.
+    """
+
+    def __init__(self) -> None:
+        self.order: list[int] = []  # device: id, and ~id when it ends
+        self.bytes: list[int] = []
+        self.category: list[Category] = []
+        self.phase: list[str] = []
+        self.operator: list[str] = []
+        self.module: list[str] = []
+        self.node: list[int] = []  # sequence number of the graph node that was running backward
+        self.micro_step: list[int] = []
+        self.forward: list[bool] = []  # allocated in a forward phase, and not by recomputation
+        self.owner: dict[int, str] = {}  # parameter name, where the id belongs to one
+        self.alive: dict[int, int] = {}  # device id -> bytes
+        self.in_use = self.peak = 0
+        self.peak_at = 0  # length of `order` when the peak was reached
+        self.peak_id: int | None = None  # whose allocation made it
+        self.peak_phase = ""  # where no allocation made it
+        self.host_alive: dict[int, int] = {}
+        self.host_in_use = self.host_peak = 0
+        self.phase_peaks: dict[str, int] = {}
+        self.phase_peaks_at: dict[str, int] = {}  # length of `order` at each
+        self._phase, self._phase_high, self._phase_high_at = "", 0, 0
+        # Modules by the sequence number of the graph nodes made inside of them: number where a module began or ended.
+        self.node_starts: list[int] = []
+        self.node_modules: list[str] = []
+
+    # -- recording ---------------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        nbytes: int,
+        category: Category,
+        phase: str,
+        operator: str,
+        module: str,
+        node: int = NO_NODE,
+        micro_step: int = -1,
+        forward: bool = False,
+    ) -> int:
+        """Record an allocation of `nbytes` (already rounded). Returns its id."""
+        id = len(self.bytes)
+        self.bytes.append(nbytes)
+        self.category.append(category)
+        self.phase.append(phase)
+        self.operator.append(operator)
+        self.module.append(module)
+        self.node.append(node)
+        self.micro_step.append(micro_step)
+        self.forward.append(forward)
+        if category is Category.host:
+            self.host_alive[id] = nbytes
+            self.host_in_use += nbytes
+            self.host_peak = max(self.host_peak, self.host_in_use)
+            return id
+        self.alive[id] = nbytes
+        self.order.append(id)
+        self.in_use += nbytes
+        used = self.in_use
+        if used > self._phase_high:
+            self._phase_high, self._phase_high_at = used, len(self.order)
+        if used > self.peak:
+            self.peak, self.peak_at, self.peak_id = used, len(self.order), id
+        return id
+
+    def end(self, id: int) -> None:
+        """Record that an allocation is gone. May be called by the garbage collector in the middle of anything."""
+        nbytes = self.alive.pop(id, 0)
+        if nbytes:
+            self.order.append(~id)
+            self.in_use -= nbytes
+        else:
+            self.host_in_use -= self.host_alive.pop(id, 0)
+
+    def switch_phase(self, phase: str) -> None:
+        """From now on `phase` runs. What is in use at the border belongs to both."""
+        self._flush()
+        self._phase = phase
+        self._phase_high, self._phase_high_at = self.in_use, len(self.order)
+
+    def reset_peak(self) -> None:
+        """Peaks start again from what is in use now."""
+        self.peak, self.peak_at, self.peak_id = self.in_use, len(self.order), None
+        self.peak_phase = self._phase
+        self.host_peak = self.host_in_use
+        self.phase_peaks.clear()
+        self.phase_peaks_at.clear()
+        self._phase_high, self._phase_high_at = self.in_use, len(self.order)
+
+    def _flush(self) -> None:
+        if self._phase and self._phase_high > self.phase_peaks.get(self._phase, -1):
+            self.phase_peaks[self._phase] = self._phase_high
+            self.phase_peaks_at[self._phase] = self._phase_high_at
+
+    def mark_node(self, sequence_number: int, module: str) -> None:
+        """Graph nodes from `sequence_number` on are made by `module`, until the next mark."""
+        starts = self.node_starts
+        if starts and starts[-1] == sequence_number:
+            self.node_modules[-1] = module
+        else:
+            starts.append(sequence_number)
+            self.node_modules.append(module)
+
+    # -- reporting ---------------------------------------------------------------------------------------------------
+
+    def module_of(self, id: int) -> str:
+        """The module that ran, or, in a backward pass, the one whose forward made the node that ran."""
+        module = self.module[id]
+        if not module and self.node[id] != NO_NODE:
+            at = bisect_right(self.node_starts, self.node[id]) - 1
+            module = self.node_modules[at] if at >= 0 else ""
+        return module
+
+    def alive_at(self, position: int) -> list[int]:
+        """Ids alive after the first `position` entries of `order`, oldest first."""
+        alive: dict[int, None] = {}
+        for entry in self.order[:position]:
+            if entry >= 0:
+                alive[entry] = None
+            else:
+                del alive[~entry]
+        return list(alive)
+
+    def categories_at(self, positions: dict[str, int]) -> dict[str, dict[str, float]]:
+        """MiB alive by category after the first so many entries of `order`, for several such positions by name."""
+        found: dict[str, dict[str, float]] = {}
+        alive: dict[Category, int] = defaultdict(int)
+        done = 0
+        for name, position in sorted(positions.items(), key=lambda item: item[1]):
+            for entry in self.order[done:position]:
+                id = entry if entry >= 0 else ~entry
+                alive[self.category[id]] += self.bytes[id] if entry >= 0 else -self.bytes[id]
+            done = position
+            found[name] = {c.value: alive[c] / MIB for c in Category if alive[c]}
+        return found
+
+    def report(self) -> Peak:
+        self._flush()
+        by_category: dict[str, int] = defaultdict(int)
+        holders: dict[tuple[str, str], list[int]] = defaultdict(list)
+        temporary: dict[str, int] = defaultdict(int)
+        for id in self.alive_at(self.peak_at):
+            category = self.category[id].value
+            by_category[category] += self.bytes[id]
+            if self.category[id] is Category.temporary:
+                temporary[self.phase[id]] += self.bytes[id]
+            name = self.owner.get(id) or self.module_of(id) or self.operator[id]
+            holders[name, category].append(self.bytes[id])
+        ranked = sorted(holders.items(), key=lambda item: -sum(item[1]))[:LARGEST]
+        at = self.peak_id
+        return Peak(
+            mib=self.peak / MIB,
+            phase=self.peak_phase if at is None else self.phase[at],
+            operator="" if at is None else self.operator[at],
+            module="" if at is None else self.module_of(at),
+            at_peak_mib={c.value: by_category[c.value] / MIB for c in Category if c.value in by_category},
+            largest=[Holder(name, category, sum(sizes) / MIB, len(sizes)) for (name, category), sizes in ranked],
+            phase_peaks_mib={phase: high / MIB for phase, high in self.phase_peaks.items()},
+            at_phase_peak_mib=self.categories_at(self.phase_peaks_at),
+            host_peak_mib=self.host_peak / MIB,
+            temporary_mib={phase: size / MIB for phase, size in temporary.items()},
+        )
 
 
 class _Host(threading.local):
@@ -114,9 +297,6 @@ class ModuleNames:
             self._marked(torch.autograd._get_sequence_nr(), self.stack[-1] if self.stack else "")
 
 
-#: Bytes that a kernel takes inside of one operator: f(args, kwargs, result) -> sizes, all alive together.
-Workspace = Callable[[tuple[Any, ...], dict[str, Any], Any], Iterable[int]]
-
 #: Position in the log of what has not ended.
 NEVER = 1 << 62
 
@@ -129,18 +309,21 @@ class _Storage(weakref.ref):
     key: int
 
 
-class Watcher:
-    """The part of a ledger that records allocations: which, where, how large, and until when.
+class Ledger:
+    """See the module's docstring. Also a listener of `sweep.workload.step.Phases`.
 
-    What it needs to know of the moment (phase, module, micro-step) is set by Ledger.
+    capacity_bytes: an allocation that would exceed it raises DeviceOutOfMemory and is not recorded. None: no limit.
+    device_type: storages of this device type are the device's; on "cuda", CPU tensors count only inside `host_memory`.
+    workspaces: what kernels of the emulated device take inside of an operator (sweep.memory.cuda), by overload.
+    count_python_data: whether `torch.tensor(...)` counts; off where such tensors live on the host (emulated CUDA).
     """
 
     def __init__(
         self,
-        capacity_bytes: int | None,
-        device_type: str,
-        workspaces: Mapping[Any, Workspace] | None,
-        count_python_data: bool,
+        capacity_bytes: int | None = None,
+        device_type: str = "cpu",
+        workspaces: Mapping[Any, Workspace] | None = None,
+        count_python_data: bool = True,
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.device_type = device_type
@@ -153,6 +336,11 @@ class Watcher:
         self._phase = ""
         self._in_data = self._in_forward = self._in_backward = False
         self._micro_step = -1
+        self._tracked: list[tuple[str, nn.Module]] = []  # with the prefix of its names
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._phases: list[str] = []
+        self._entered = 0
+        self._intercept = Intercept(self)
         self._live: dict[int, _Storage] = {}
         self._kept: dict[int, int] = {}  # see `keep`
         live, end, kept, order = self._live, self.log.end, self._kept, self.log.order
@@ -198,7 +386,7 @@ class Watcher:
     # -- operators ---------------------------------------------------------------------------------------------------
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator and see what it allocates (see sweep.memory.intercept)."""
+        """Run an operator and see what it allocates (see sweep.memory.operators)."""
         op = self._ops.get(func)
         if op is None:
             op = self._ops[func] = describe(func, self._workspaces.get(func))
@@ -218,7 +406,7 @@ class Watcher:
         return out
 
     def _adds_gradients(self, args: Any, kwargs: Any) -> bool:
-        """Whether autograd's engine adds up gradients, and would do so in place (see sweep.memory.intercept)."""
+        """Whether autograd's engine adds up gradients, and would do so in place (see sweep.memory.operators)."""
         if kwargs or len(args) != 2 or not in_engine():
             return False
         owners = 2 if storage_id(args[0]) in self._live else 1
@@ -318,65 +506,11 @@ class Watcher:
             if old is not None:
                 self.log.end(old.id)
 
-
-__all__ = ["Event", "Ledger", "host_memory"]
-
-
-class Ledger(Watcher):
-    """See the module's docstring. Also a listener of `sweep.workload.step.Phases`.
-
-    capacity_bytes: an allocation that would exceed it raises DeviceOutOfMemory and is not recorded. None: no limit.
-    device_type: storages of this device type are the device's; on "cuda", CPU tensors count only inside `host_memory`.
-    workspaces: what kernels of the emulated device take inside of an operator (sweep.memory.cuda), by overload.
-    count_python_data: whether `torch.tensor(...)` counts; off where such tensors live on the host (emulated CUDA).
-    """
-
-    def __init__(
-        self,
-        capacity_bytes: int | None = None,
-        device_type: str = "cpu",
-        workspaces: Mapping[Any, Workspace] | None = None,
-        count_python_data: bool = True,
-    ) -> None:
-        super().__init__(capacity_bytes, device_type, workspaces, count_python_data)
-        self._tracked: list[tuple[str, nn.Module]] = []  # with the prefix of its names
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._phases: list[str] = []
-        self._entered = 0
-        self._intercept = Intercept(self)
-
     # -- results -----------------------------------------------------------------------------------------------------
 
     def peak(self) -> Peak:
         """The highest point since the start or the last `reset_peak`, and what was alive there."""
         return self.log.report()
-
-    @property
-    def events(self) -> list[Event]:
-        """Every allocation and end on the device so far, in order."""
-        return list(self.log.events())
-
-    def allocator_events(self) -> Iterator[tuple[Any, ...]]:
-        """The same for sweep.memory.allocator.replay: ("malloc", id, bytes) and ("free", id)."""
-        sizes = self.log.bytes
-        for entry in self.log.order:
-            yield ("malloc", entry, sizes[entry]) if entry >= 0 else ("free", ~entry)
-
-    @property
-    def in_use_bytes(self) -> int:
-        return self.log.in_use
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.log.peak
-
-    @property
-    def host_in_use_bytes(self) -> int:
-        return self.log.host_in_use
-
-    @property
-    def host_peak_bytes(self) -> int:
-        return self.log.host_peak
 
     @property
     def operators(self) -> Iterable[Op]:

@@ -127,7 +127,7 @@ def run_plan(
         ledger.reset_peak()
         step(index)
         alive.append(ledger.log.in_use)
-        high = ledger.peak_bytes
+        high = ledger.log.peak
         if len(alive) == 1:
             first = high
         if (len(alive) > 1 or len(plan.steps) == 1) and (found is None or high > found.bytes):
@@ -144,7 +144,7 @@ def run_plan(
         ledger.reset_peak()
         if not evaluate(index):
             continue
-        high = ledger.peak_bytes
+        high = ledger.log.peak
         found.evaluation = max(found.evaluation or 0, high)
         if high > found.bytes:
             training, found.peak, found.bytes, found.step = found.peak, ledger.peak(), high, None

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from ledger_events import Event, events
 from torch import Tensor, nn
 from torch import zeros as zeros_by_name
 
@@ -20,7 +21,6 @@ from sweep.memory.cuda import CublasWorkspaces, caveats_of, cuda_workspaces, emu
 from sweep.memory.cuda_attention import Backend, choose
 from sweep.memory.device import CudaAnswers
 from sweep.memory.hollow import HollowLedger, hollow
-from sweep.memory.ledger import Event
 from sweep.results import MIB, Phase, Prediction
 from sweep.trial.predict import predict
 from sweep.workload.step import Phases
@@ -54,7 +54,7 @@ def made_by(ledger: HollowLedger, operator: str) -> list[int]:
 
 
 def mallocs(ledger: HollowLedger) -> list[Event]:
-    return [e for e in ledger.events if e.kind == "malloc"]
+    return [e for e in events(ledger) if e.kind == "malloc"]
 
 
 # -- attention --------------------------------------------------------------------------------------------------------
@@ -261,9 +261,9 @@ def test_softmax_of_bf16_makes_a_copy_and_of_fp16_none(ledger: HollowLedger) -> 
 
 def test_dropout_keeps_a_mask_of_bytes(ledger: HollowLedger) -> None:
     x = torch.empty(1000, requires_grad=True)
-    before = ledger.in_use_bytes
+    before = ledger.log.in_use
     kept = F.dropout(x, 0.5)
-    assert ledger.in_use_bytes - before == size(1000) + size(1000, 1)
+    assert ledger.log.in_use - before == size(1000) + size(1000, 1)
     assert F.dropout(x, 0.5, training=False) is x
     assert F.dropout(x, 0.0).untyped_storage()._cdata == x.untyped_storage()._cdata
     kept.sum().backward()
@@ -271,9 +271,9 @@ def test_dropout_keeps_a_mask_of_bytes(ledger: HollowLedger) -> None:
 
 def test_rms_norm_is_one_kernel(ledger: HollowLedger) -> None:
     norm, x = nn.RMSNorm(256), torch.empty(10, 256, requires_grad=True)
-    before = ledger.in_use_bytes
+    before = ledger.log.in_use
     y = norm(x)
-    assert ledger.in_use_bytes - before == size(10 * 256) + 512  # the result, and ten reciprocal root mean squares
+    assert ledger.log.in_use - before == size(10 * 256) + 512  # the result, and ten reciprocal root mean squares
     y.sum().backward()
     assert made_by(ledger, "_fused_rms_norm_backward")[-2:] == [size(10 * 256), size(256)]
 
@@ -319,7 +319,7 @@ def test_cublas_takes_a_workspace_per_thread(capability: tuple[int, int], mib: f
             y.sum().backward()
     workspaces = [e for e in mallocs(ledger) if e.operator.startswith("cuBLAS")]
     assert [e.bytes for e in workspaces] == [mib * MIB] * 2
-    assert "free" not in {e.kind for e in ledger.events if e.operator.startswith("cuBLAS")}
+    assert "free" not in {e.kind for e in events(ledger) if e.operator.startswith("cuBLAS")}
 
 
 def test_cublas_takes_a_workspace_per_product_where_none_are_kept() -> None:
@@ -331,7 +331,7 @@ def test_cublas_takes_a_workspace_per_product_where_none_are_kept() -> None:
         for _ in range(2):
             x @ x
     assert made_by(ledger, "mm") == [8 * MIB, size(256)] * 2
-    assert ledger.peak_bytes == 8 * MIB + 2 * size(256) and ledger.in_use_bytes == size(256)
+    assert ledger.log.peak == 8 * MIB + 2 * size(256) and ledger.log.in_use == size(256)
 
 
 @pytest.mark.parametrize("tokens", [3072, 3073])
@@ -447,19 +447,19 @@ def test_tensors_of_the_device_say_so_and_count(told: HollowLedger, name: str) -
     x = on_the_device(64, 64)
     made = MADE_ON_THE_DEVICE[name](x)
     assert made.is_cuda and not made.is_cpu and made.device == torch.device("cuda", 0) and made.get_device() == 0
-    before, shared = told.in_use_bytes, made.untyped_storage()._cdata == x.untyped_storage()._cdata
+    before, shared = told.log.in_use, made.untyped_storage()._cdata == x.untyped_storage()._cdata
     untracked = isinstance(made, nn.Parameter)
     del made
-    assert shared or untracked or told.in_use_bytes < before
+    assert shared or untracked or told.log.in_use < before
 
 
 @pytest.mark.parametrize("name", MADE_ON_THE_HOST)
 def test_tensors_of_the_host_say_so_and_do_not_count(told: HollowLedger, name: str) -> None:
     x = on_the_device(64, 64)
-    before = told.in_use_bytes
+    before = told.log.in_use
     made = MADE_ON_THE_HOST[name](x)
     assert made.is_cpu and not made.is_cuda and made.device == torch.device("cpu") and made.get_device() == -1
-    assert told.in_use_bytes == before
+    assert told.log.in_use == before
 
 
 def test_values_survive_the_way_to_the_device_and_back(told: HollowLedger) -> None:
@@ -478,10 +478,10 @@ def test_gradients_go_the_way_back_of_a_copy_to_the_host(told: HollowLedger) -> 
 def test_saved_tensors_on_the_host_are_off_the_device(told: HollowLedger) -> None:
     def kept(pin: bool | None) -> int:
         x = on_the_device(256, 256).requires_grad_()
-        before = told.in_use_bytes
+        before = told.log.in_use
         with torch.autograd.graph.save_on_cpu(pin) if pin is not None else contextlib.nullcontext():
             y = (x * x).sin().sum()
-        grown = told.in_use_bytes - before
+        grown = told.log.in_use - before
         y.backward()
         assert x.grad is not None and x.grad.is_cuda
         return grown
@@ -496,7 +496,7 @@ def test_torch_cuda_answers_as_the_card(told: HollowLedger) -> None:
     assert cuda.get_device_capability() == (8, 0) and "A100" in cuda.get_device_name()
     assert cuda.is_bf16_supported(including_emulation=False) and cuda.get_device_properties(0).major == 8
     x = on_the_device(1000, 1000)
-    assert cuda.memory_allocated() == told.in_use_bytes >= x.nbytes
+    assert cuda.memory_allocated() == told.log.in_use >= x.nbytes
     assert cuda.mem_get_info()[1] == round(load_profile("a100_80gb").capacity_mib * MIB)
     side = cuda.Stream()
     side.wait_stream(cuda.current_stream())

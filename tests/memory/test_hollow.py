@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from ledger_events import what_happened
 from torch import Tensor, nn
 
 from sweep.errors import CannotPredict
@@ -163,7 +164,7 @@ def test_large_results_of_known_values_are_not_computed() -> None:
         positions = torch.arange(60_000)
         mask = positions[:, None] >= positions  # 3.6e9 elements
         assert is_hollow(mask)
-        assert ledger.in_use_bytes > 3.6e9
+        assert ledger.log.in_use > 3.6e9
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,7 @@ def test_resizing_gives_another_storage() -> None:
         assert x.shape == (500, 100)
         x.resize_(2, 3)
         assert x.untyped_storage().nbytes() == 500 * 100 * 4
-        assert ledger.in_use_bytes == -(-500 * 100 * 4 // 512) * 512
+        assert ledger.log.in_use == -(-500 * 100 * 4 // 512) * 512
 
 
 # -- oneDNN's LSTM ----------------------------------------------------------------------------------------------------
@@ -204,7 +205,7 @@ def lstm_events(ledger: Ledger, inputs: Tensor, **options: Any) -> list[tuple[st
         model = nn.LSTM(32, 16, dtype=inputs.dtype, **options)
     with ledger:
         model(inputs)[0].sum().backward()
-    return [(e.kind, e.bytes, e.operator) for e in ledger.events]
+    return what_happened(ledger)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +239,7 @@ def test_bags_of_embeddings_take_what_they_take(dtype: torch.dtype, mode: str) -
             model = nn.EmbeddingBag(50, 32, mode=mode, dtype=dtype)
         with ledger:
             model(tokens).sum().backward()
-        return [(e.kind, e.bytes, e.operator) for e in ledger.events]
+        return what_happened(ledger)
 
     real = events(Ledger(), torch.randint(50, (16, 12)))
     assert events(HollowLedger(), hollow((16, 12), torch.int64)) == real
@@ -255,7 +256,7 @@ def test_packed_sequences_take_what_they_take(kind: type[nn.RNNBase], lengths: l
             padded, found = nn.utils.rnn.pad_packed_sequence(model(packed)[0], batch_first=True)
             assert padded.shape == (4, 5, 16) and found.shape == (4,)
             padded.sum().backward()
-        return [(e.kind, e.bytes, e.operator) for e in ledger.events]
+        return what_happened(ledger)
 
     assert events(HollowLedger(), hollow((4, 5, 32), torch.float32)) == events(Ledger(), torch.randn(4, 5, 32))
 
@@ -296,7 +297,7 @@ def test_optimizers_take_what_they_take(name: str) -> None:
                 with phases(Phase.optimizer):
                     torch.nn.utils.clip_grad_norm_(weights, 1.0, error_if_nonfinite=True)
                     optimizer.step()
-        return [(e.kind, e.bytes, e.operator) for e in ledger.events if e.phase == Phase.optimizer]
+        return what_happened(ledger, Phase.optimizer)
 
     real = events(Ledger(), torch.randn)
     assert events(HollowLedger(), lambda *shape: hollow(shape, torch.float32)) == real
@@ -331,6 +332,6 @@ def test_kernels_keep_and_read_what_they_do(shape: tuple[int, ...], compute: Cal
     def events(ledger: Ledger, inputs: Tensor) -> list[tuple[str, int, str]]:
         with ledger:
             compute(inputs.requires_grad_()).sum().backward()
-        return [(e.kind, e.bytes, e.operator) for e in ledger.events]
+        return what_happened(ledger)
 
     assert events(HollowLedger(), hollow(shape, torch.float32)) == events(Ledger(), torch.randn(shape))

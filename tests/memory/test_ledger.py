@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from ledger_events import events
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -19,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from sweep.errors import DeviceOutOfMemory
 from sweep.memory.allocator import CachingAllocator
 from sweep.memory.hollow import HollowLedger
-from sweep.memory.intercept import Intercept
 from sweep.memory.ledger import Ledger, host_memory
+from sweep.memory.operators import Intercept
 from sweep.results import MIB, Peak, Phase
 from sweep.workload.step import Phases
 
@@ -69,13 +70,13 @@ def step(
 def test_bytes_are_rounded_up_and_freed() -> None:
     with Ledger() as ledger:
         a = torch.empty(1)
-        assert ledger.in_use_bytes == 512
+        assert ledger.log.in_use == 512
         b = torch.empty(129)
-        assert ledger.in_use_bytes == 512 + 1024
+        assert ledger.log.in_use == 512 + 1024
         del a
-        assert ledger.in_use_bytes == 1024
+        assert ledger.log.in_use == 1024
     del b  # outside of the mode, and without an operator
-    assert ledger.in_use_bytes == 0 and ledger.peak_bytes == 1536
+    assert ledger.log.in_use == 0 and ledger.log.peak == 1536
 
 
 def test_views_and_in_place_results_are_not_new() -> None:
@@ -84,12 +85,12 @@ def test_views_and_in_place_results_are_not_new() -> None:
         y = x.view(10, 100).t()[2:5]
         y.add_(1)
         z = x.detach().reshape(100, 10)
-        assert ledger.in_use_bytes == size(1000)
+        assert ledger.log.in_use == size(1000)
         del x, y
         gc.collect()
-        assert ledger.in_use_bytes == size(1000), "a view keeps the whole storage"
+        assert ledger.log.in_use == size(1000), "a view keeps the whole storage"
         del z
-        assert ledger.in_use_bytes == 0
+        assert ledger.log.in_use == 0
 
 
 def test_tensors_made_before_are_not_counted() -> None:
@@ -99,9 +100,9 @@ def test_tensors_made_before_are_not_counted() -> None:
         view = before.view(10, 100)
         torch.add(before, 1, out=before)
         before.resize_(10, 100)
-        assert ledger.in_use_bytes == 0
+        assert ledger.log.in_use == 0
         new = before + 1
-        assert ledger.in_use_bytes == size(1000)
+        assert ledger.log.in_use == size(1000)
     del view, new
 
 
@@ -109,7 +110,7 @@ def test_unsafe_view_of_an_earlier_tensor_is_not_new() -> None:
     before = torch.ones(1000)
     with Ledger() as ledger:
         view = torch.ops.aten._unsafe_view(before, [10, 100])
-        assert ledger.in_use_bytes == 0
+        assert ledger.log.in_use == 0
     del view
 
 
@@ -120,36 +121,36 @@ def test_a_storage_that_only_the_graph_holds_stays() -> None:
         loss = (hidden * hidden).sum()
         del hidden
         gc.collect()
-        assert ledger.in_use_bytes == size(1000) + 512
+        assert ledger.log.in_use == size(1000) + 512
         loss.backward()
-        assert ledger.in_use_bytes == size(1000) + 512, "hidden is gone, the gradient has come"
+        assert ledger.log.in_use == size(1000) + 512, "hidden is gone, the gradient has come"
         weight.grad = None
-        assert ledger.in_use_bytes == 512
+        assert ledger.log.in_use == 512
 
 
 def test_resize_and_set() -> None:
     with Ledger() as ledger:
         x = torch.empty(100)
         x.resize_(1000)
-        assert ledger.in_use_bytes == size(1000)
-        assert ledger.peak_bytes == size(100) + size(1000), "the old memory goes after the new one has come"
+        assert ledger.log.in_use == size(1000)
+        assert ledger.log.peak == size(100) + size(1000), "the old memory goes after the new one has come"
         y = torch.empty(500)
         x.set_(y)
-        assert ledger.in_use_bytes == size(500)
+        assert ledger.log.in_use == size(500)
         out = torch.empty(0)
         torch.add(y, 1, out=out)
-        assert ledger.in_use_bytes == 2 * size(500)
+        assert ledger.log.in_use == 2 * size(500)
         del x, y, out
-        assert ledger.in_use_bytes == 0
+        assert ledger.log.in_use == 0
 
 
 def test_python_data_counts_unless_told_otherwise() -> None:
     with Ledger() as ledger:
         number = torch.tensor(1.0)
-        assert ledger.in_use_bytes == 512
+        assert ledger.log.in_use == 512
     with Ledger(count_python_data=False) as ledger:
         number = torch.tensor(1.0)
-        assert ledger.in_use_bytes == 0
+        assert ledger.log.in_use == 0
     del number
 
 
@@ -159,9 +160,9 @@ def test_linear_by_hand() -> None:
     with Ledger() as ledger:
         ledger.track(model)
         parameters = size(300 * 100) + size(300)
-        assert ledger.in_use_bytes == parameters
+        assert ledger.log.in_use == parameters
         step(ledger, model, [lambda: torch.ones(8, 100)])
-        assert ledger.in_use_bytes == 2 * parameters
+        assert ledger.log.in_use == 2 * parameters
     peak = ledger.peak()
     # sum's backward expands dloss (512 bytes, a view of 8 x 300). y is freed after the sum; x is alive (data).
     # The loss and its gradient, then dW as the product dy^T x; db is summed afterwards and is smaller than nothing
@@ -193,7 +194,7 @@ def test_mlp_activations_and_module_names() -> None:
         with phases(Phase.forward):
             loss = model(x).sum()
         with phases(Phase.backward):
-            in_backward = ledger.in_use_bytes
+            in_backward = ledger.log.in_use
             ledger.reset_peak()
             before = {h.name: round(h.mib * MIB) for h in ledger.peak().largest if h.category == "activation"}
             loss.backward()
@@ -211,10 +212,10 @@ def test_gradient_category_is_found_afterwards() -> None:
     with Ledger() as ledger:
         ledger.track(model)
         step(ledger, model, [lambda: torch.ones(8, 100)])
-    kinds = {(e.category, e.operator, e.phase) for e in ledger.events if e.kind == "malloc"}
+    kinds = {(e.category, e.operator, e.phase) for e in events(ledger) if e.kind == "malloc"}
     assert ("gradient", "aten.mm", "backward") in kinds
     assert ("gradient", "aten.sum", "backward") in kinds
-    names = {ledger.log.owner[e.id] for e in ledger.events if e.category == "gradient"}
+    names = {ledger.log.owner[e.id] for e in events(ledger) if e.category == "gradient"}
     assert names == {"weight", "bias"}
 
 
@@ -232,7 +233,7 @@ def test_adamw_state_and_temporaries(foreach: bool) -> None:
         with phases.listening(ledger), phases(Phase.optimizer):
             optimizer.step()
         peak = ledger.peak()
-        assert ledger.in_use_bytes == 5 * (4 * one + 512)  # parameter, gradient, two moments, and the counters
+        assert ledger.log.in_use == 5 * (4 * one + 512)  # parameter, gradient, two moments, and the counters
     assert at_peak(peak)["optimizer_state"] == 5 * (2 * one + 512)
     assert peak.phase == "optimizer"
     # loop: sqrt(v), its quotient by the bias correction, and the variable still holds the last parameter's quotient;
@@ -256,9 +257,9 @@ def test_tied_weights_count_once() -> None:
     model = Tied()
     with Ledger() as ledger:
         ledger.track(model)
-        assert ledger.in_use_bytes == size(50 * 16) + 512
+        assert ledger.log.in_use == size(50 * 16) + 512
         step(ledger, model, [lambda: torch.zeros(4, dtype=torch.long)])
-        assert ledger.in_use_bytes == 2 * size(50 * 16) + 512
+        assert ledger.log.in_use == 2 * size(50 * 16) + 512
 
 
 def test_accumulation_keeps_the_first_gradient() -> None:
@@ -268,13 +269,13 @@ def test_accumulation_keeps_the_first_gradient() -> None:
     with Ledger() as ledger:
         ledger.track(model)
         step(ledger, model, [lambda: torch.ones(8, 100)])
-        single = ledger.peak_bytes
+        single = ledger.log.peak
         step(ledger, model, [lambda: torch.ones(8, 100)] * 2)
-        assert ledger.in_use_bytes == 2 * one
-    assert ledger.peak_bytes == single + one
+        assert ledger.log.in_use == 2 * one
+    assert ledger.log.peak == single + one
     peak = ledger.peak()
     assert at_peak(peak)["gradient"] == one and at_peak(peak)["temporary"] == one + 512
-    gradients = [e for e in ledger.events if e.category == "gradient" and e.kind == "malloc"]
+    gradients = [e for e in events(ledger) if e.category == "gradient" and e.kind == "malloc"]
     assert len(gradients) == 2, "one for each step, none for the second micro-step"
 
 
@@ -290,7 +291,7 @@ def test_activations_of_earlier_micro_steps_are_not_mistaken() -> None:
             with phases(Phase.backward):
                 y.sum().backward()
             kept.append(logits)
-        micro = [(e.micro_step, e.category) for e in ledger.events if e.operator == "aten.ones" and e.kind == "malloc"]
+        micro = [(e.micro_step, e.category) for e in events(ledger) if e.operator == "aten.ones" and e.kind == "malloc"]
     assert micro == [(0, "activation"), (0, "activation"), (1, "activation"), (1, "activation")]
 
 
@@ -306,13 +307,13 @@ def test_checkpointing_by_hand() -> None:
             x = torch.ones(40, 50).requires_grad_()
         with phases(Phase.forward):
             y = checkpoint(layers, x, use_reentrant=False)
-            assert ledger.in_use_bytes == weights + 2 * one
+            assert ledger.log.in_use == weights + 2 * one
             loss = y.sum()
         with phases(Phase.backward):
             loss.backward()
-            forward = [e for e in ledger.events if e.phase == "forward" and e.category == "activation"]
+            forward = [e for e in events(ledger) if e.phase == "forward" and e.category == "activation"]
         assert {e.bytes for e in forward} == {one, 512}
-        recomputed = [e for e in ledger.events if e.operator == "aten.tanh" and e.phase == "backward"]
+        recomputed = [e for e in events(ledger) if e.operator == "aten.tanh" and e.phase == "backward"]
         assert {e.module for e in recomputed if e.kind == "malloc"} >= {"0.1", "1.1"}
         assert all(e.category == "temporary" for e in recomputed)
 
@@ -324,15 +325,15 @@ def test_host_copies_are_beside_the_device() -> None:
             with host_memory():
                 copy = x.clone()
             second = x.clone()
-        assert (ledger.in_use_bytes, ledger.host_in_use_bytes) == (size(1000), 2 * size(1000))
+        assert (ledger.log.in_use, ledger.log.host_in_use) == (size(1000), 2 * size(1000))
         del copy, second
-        assert (ledger.host_in_use_bytes, ledger.host_peak_bytes) == (0, 2 * size(1000))
+        assert (ledger.log.host_in_use, ledger.log.host_peak) == (0, 2 * size(1000))
         back = x.clone()
-        assert ledger.in_use_bytes == 2 * size(1000)
+        assert ledger.log.in_use == 2 * size(1000)
         peak = ledger.peak()
         assert peak.host_peak_mib * MIB == 2 * size(1000) and "host" not in peak.at_peak_mib
         ledger.reset_peak()
-        assert ledger.host_peak_bytes == 0
+        assert ledger.log.host_peak == 0
     del back
 
 
@@ -343,7 +344,7 @@ def test_host_memory_marks_only_its_own_thread() -> None:
         def work() -> None:
             with ledger:
                 keep = torch.ones(1000)
-                seen.append(ledger.in_use_bytes)
+                seen.append(ledger.log.in_use)
                 del keep
 
         with host_memory():
@@ -365,10 +366,10 @@ def test_saved_tensors_on_the_host() -> None:
     with Ledger() as ledger, phases.listening(ledger):
         with phases(Phase.forward), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t.clone()):
             loss = x.exp().sum()
-        assert ledger.in_use_bytes == 512 and ledger.host_in_use_bytes == size(1000)
+        assert ledger.log.in_use == 512 and ledger.log.host_in_use == size(1000)
         with phases(Phase.backward):
             loss.backward()
-        assert ledger.host_in_use_bytes == 0
+        assert ledger.log.host_in_use == 0
 
 
 def test_capacity_raises_and_leaves_a_clean_state() -> None:
@@ -381,12 +382,12 @@ def test_capacity_raises_and_leaves_a_clean_state() -> None:
         with pytest.raises(DeviceOutOfMemory, match=r"tried to allocate 3\.8. MiB in aten\.mm of backward; 3\.8"):
             step(ledger, model, [lambda: torch.ones(8, 1000)], phases=phases)
         gc.collect()
-        assert ledger.in_use_bytes == one and not phases.stack and ledger._phases == []
+        assert ledger.log.in_use == one and not phases.stack and ledger._phases == []
         assert model.weight.grad is None
         with torch.no_grad():
             model(torch.ones(8, 1000))
-        assert ledger.in_use_bytes == one
-    assert ledger.peak_bytes <= one + size(8 * 1000) * 2 + 1024
+        assert ledger.log.in_use == one
+    assert ledger.log.peak <= one + size(8 * 1000) * 2 + 1024
 
 
 def test_a_failed_track_says_what_is_missing() -> None:
@@ -441,22 +442,22 @@ def test_report_sums_to_the_peak_and_replays() -> None:
         for _ in range(2):
             step(ledger, model, [lambda: torch.ones(16, 64)], optimizer, lambda x: F.mse_loss(model(x), x[:, :32]))
     peak = ledger.peak()
-    assert sum(at_peak(peak).values()) == ledger.peak_bytes
+    assert sum(at_peak(peak).values()) == ledger.log.peak
     replayed = CachingAllocator()
     for entry in ledger.log.order:
         replayed.malloc(entry, ledger.log.bytes[entry]) if entry >= 0 else replayed.free(~entry)
-    assert replayed.allocated_peak == ledger.peak_bytes, "none of these is too large to be split"
-    assert replayed.allocated == ledger.in_use_bytes
+    assert replayed.allocated_peak == ledger.log.peak, "none of these is too large to be split"
+    assert replayed.allocated == ledger.log.in_use
 
 
 def test_workspaces_are_inside_the_operator() -> None:
     with Ledger(workspaces={torch.ops.aten.exp.default: lambda args, kwargs, out: [100, 1000]}) as ledger:
         x = torch.ones(1000)
         y = x.exp()
-        assert ledger.in_use_bytes == 2 * size(1000)
-        assert ledger.peak_bytes == 2 * size(1000) + 512 + 1024
+        assert ledger.log.in_use == 2 * size(1000)
+        assert ledger.log.peak == 2 * size(1000) + 512 + 1024
         id = ledger.allocate(700, "workspace")
-        assert ledger.in_use_bytes == 2 * size(1000) + 1024
+        assert ledger.log.in_use == 2 * size(1000) + 1024
         ledger.free(id)
     del y
 
@@ -468,7 +469,7 @@ def test_sparse_gradients_count_their_parts(tensors: str) -> None:
     with Ledger() as ledger:
         ledger.track(embed)
         step(ledger, embed, [lambda: torch.zeros(3, dtype=torch.long)])
-        assert ledger.in_use_bytes == size(64_000) + size(3 * 64) + 512
+        assert ledger.log.in_use == size(64_000) + size(3 * 64) + 512
 
 
 def test_hooks_and_storages_are_let_go() -> None:
@@ -508,7 +509,7 @@ def test_the_ledger_changes_nothing_of_what_it_watches(tensors: str) -> None:
     with Ledger() as ledger:
         ledger.track(model)
         model_step(model, x)
-    allocating = [e.operator for e in ledger.events if e.kind == "malloc" and e.operator]
+    allocating = [e.operator for e in events(ledger) if e.kind == "malloc" and e.operator]
     without = {name.split(".")[0].replace("::", ".") for name in watch.names}
     assert set(allocating) <= without
     assert allocating.count("aten.add") == 1, "the one of the forward pass"

@@ -599,13 +599,13 @@ def test_offload_frees_device_memory_and_counts_as_host() -> None:
     baseline, _ = ledger_of("baseline")
     for strategy in ("offload", "offload_everything", "hybrid", "save_on_cpu"):
         ledger, force = ledger_of(strategy)
-        assert ledger.host_in_use_bytes == 0, strategy
+        assert ledger.log.host_in_use == 0, strategy
         # Rounded up to 512 each: a little more than what was moved, and nearly all of it is there at once.
-        assert force.moved.to_host_bytes <= ledger.host_peak_bytes < 1.5 * force.moved.to_host_bytes, strategy
-        assert ledger.peak().host_peak_mib == ledger.host_peak_bytes / MIB
+        assert force.moved.to_host_bytes <= ledger.log.host_peak < 1.5 * force.moved.to_host_bytes, strategy
+        assert ledger.peak().host_peak_mib == ledger.log.host_peak / MIB
         if strategy != "save_on_cpu":
-            assert ledger.peak_bytes < 0.7 * baseline.peak_bytes, strategy
-    assert baseline.host_peak_bytes == 0
+            assert ledger.log.peak < 0.7 * baseline.log.peak, strategy
+    assert baseline.log.host_peak == 0
 
 
 def test_the_device_does_not_hold_what_was_offloaded() -> None:
@@ -613,11 +613,11 @@ def test_the_device_does_not_hold_what_was_offloaded() -> None:
     model, ledger, x = Mlp(), Ledger(), torch.randn(16, 8)
     with offloading(model) as offload, ledger:
         ledger.track(model)
-        before = ledger.in_use_bytes
+        before = ledger.log.in_use
         with offload.around_forward():
             out = model(x)
-        assert ledger.in_use_bytes - before == 512  # the output
-        assert ledger.host_in_use_bytes == 5 * ONE
+        assert ledger.log.in_use - before == 512  # the output
+        assert ledger.log.host_in_use == 5 * ONE
         out.sum().backward()
 
 

@@ -367,9 +367,9 @@ def test_the_ledger_is_off_while_steps_are_timed(monkeypatch: pytest.MonkeyPatch
         return ledgers[-1]
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        before = len(ledgers[0].events)
+        before = len(ledgers[0].log.order)
         result = real(*args, **kwargs)
-        seen.append(len(ledgers[0].events) - before)
+        seen.append(len(ledgers[0].log.order) - before)
         return result
 
     monkeypatch.setattr(module, "Ledger", remembered)

@@ -63,7 +63,7 @@ def peaks_of_steps(conf: Config, steps: int) -> list[float]:
         for batch in batches:
             ledger.reset_peak()
             run_step(w, batch, phases)
-            peaks.append(ledger.peak_bytes / MIB)
+            peaks.append(ledger.log.peak / MIB)
     return peaks
 
 

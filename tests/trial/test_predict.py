@@ -499,7 +499,7 @@ def test_the_allocators_settings_come_from_the_device() -> None:
 
 def test_a_torch_without_the_key_falls_back_to_a_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made-up old torch: operators are still seen, and the peak differs by gradients that are added up at most."""
-    import sweep.memory.intercept as intercept
+    import sweep.memory.operators as intercept
 
     conf = config("workload=gpt_tiny", "device=cpu", "workload.global_batch_size=2")
     usual = predict(conf, emulations="cpu").allocated_mib

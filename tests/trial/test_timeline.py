@@ -7,8 +7,7 @@ from pathlib import Path
 from PIL import Image
 
 import sweep.trial.timeline as module
-from sweep.memory.ledger import Ledger
-from sweep.memory.log import NO_NODE
+from sweep.memory.ledger import NO_NODE, Ledger
 from sweep.report.plots import draw_timeline, over_a_step
 from sweep.results import MIB, Band, Category
 from sweep.trial.timeline import Recorder, timeline
