@@ -170,8 +170,8 @@ class Settings:
         s, b, limits = config.strategy, self._batch, self.facts.limits
         found = Setting(direction, list(overrides), describe(s, b))
         if s.micro_batch_size is not None and b == 1:
-            found.refused = Finding("one_sample")
-            return found
+            # Described, it would be what it is without micro-batches.
+            return replace(found, name=direction, refused=Finding("one_sample"))
         try:
             check_known(config, self._outline)
             check_blocks(s, self._blocks)
