@@ -310,7 +310,7 @@ class SweepCallback(Callback):
             storage=conceal(storage) if isinstance(storage, str) else None,
             checked=checked,
         )
-        _running.get().session = self.session
+        _running.get(Command()).session = self.session
 
 
 def _jobs(config: DictConfig) -> list[DictConfig] | None:
