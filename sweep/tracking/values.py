@@ -19,7 +19,7 @@ from typing import Any, Literal
 from sweep.config import strategy_names
 from sweep.config.addresses import without_secrets
 from sweep.config.schema import OffloadConf, Placement, plain
-from sweep.results import Comparison, Decision, Measurement, Outcome, TrialResult, Verdict
+from sweep.results import Comparison, Decision, Measurement, Outcome, Peak, TrialResult, Verdict
 
 NAME_LIMIT, PARAM_LIMIT, TAG_LIMIT = 250, 6000, 8000
 #: The tag that MLflow's page shows as a run's description.
@@ -138,11 +138,8 @@ def metrics_of(result: TrialResult) -> list[MetricValue]:
         found += _numbers("verify", result.verification)
     if result.prediction is not None:
         found += _numbers("predicted", result.prediction)
-        peak, at_peak = result.prediction.peak, result.prediction.at_peak_mib
-        if peak is not None:
-            found += _shares("predicted", at_peak or peak.at_peak_mib, peak.phase_peaks_mib)
-        else:
-            found += _shares("predicted", at_peak, {})
+        if result.prediction.peak is not None:
+            found += _shares("predicted", result.prediction.peak)
     if result.decision is not None:
         found += _decided(result.decision)
     found += [(f"trial/{name}", getattr(result, name), 0) for name in ("parameters", "blocks", "wall_s")]
@@ -163,7 +160,7 @@ def _measured(m: Measurement) -> Iterator[tuple[str, Any, int]]:
     yield from ((f"time/{_word(phase)}_ms", value, 0) for phase, value in m.phases_ms.items())
     if m.peak is not None:
         yield "memory/host_peak_mib", m.peak.host_peak_mib, 0
-        yield from _shares("memory", m.peak.at_peak_mib, m.peak.phase_peaks_mib)
+        yield from _shares("memory", m.peak)
     yield from (("quality/train_loss", value, step) for step, value in enumerate(m.train_loss))
     yield from (("time/each_step_ms", value, step) for step, value in enumerate(m.step_times_ms))
 
@@ -176,9 +173,9 @@ def _numbers(group: str, found: Any) -> Iterator[tuple[str, Any, int]]:
             yield f"{group}/{field.name}", value, 0
 
 
-def _shares(group: str, at_peak: Mapping[str, float], by_phase: Mapping[str, float]) -> Iterator[tuple[str, Any, int]]:
-    yield from ((f"{group}/at_peak/{_word(category)}_mib", value, 0) for category, value in at_peak.items())
-    yield from ((f"{group}/phase_peak/{_word(phase)}_mib", value, 0) for phase, value in by_phase.items())
+def _shares(group: str, peak: Peak) -> Iterator[tuple[str, Any, int]]:
+    yield from ((f"{group}/at_peak/{_word(category)}_mib", mib, 0) for category, mib in peak.at_peak_mib.items())
+    yield from ((f"{group}/phase_peak/{_word(phase)}_mib", mib, 0) for phase, mib in peak.phase_peaks_mib.items())
 
 
 def _decided(d: Decision) -> Iterator[tuple[str, Any, int]]:
