@@ -230,20 +230,21 @@ class Sensitivity:
         self, trials: set[int], strictest: dict[int, float], axis: Axis
     ) -> tuple[list[tuple[float, float, int | None]], set[int]]:
         """The choice among `trials` over the whole range of a setting: low, high and index; and what it rests on."""
-        pieces = list(pairwise(_edges(strictest[i] for i in trials)))
         found: list[tuple[float, float, int | None]] = []
-        left, rests_on = sorted(trials), set[int]()
-        present: tuple[int, ...] = ()
-        for low, high in reversed(pieces) if axis.rising else pieces:  # from the loosest on trials only drop out
-            left = [i for i in left if (strictest[i] <= low if axis.rising else high <= strictest[i])]
-            if not found or not set(present) <= set(left):
-                present = choice_of(self.facts, left) if left else ()
-                rests_on |= set(present)
-            choice = present[0] if present else None
-            if found and found[-1][2] == choice:
+        left, rests_on, at = sorted(trials), set[int](), axis.loosest
+        while left:  # from the loosest on trials only drop out; the choice stays until one that it rests on does
+            present = choice_of(self.facts, left)
+            rests_on |= set(present)
+            ends = [strictest[i] for i in present]
+            end = max(ends) if axis.rising else min(ends)
+            left = [i for i in left if (strictest[i] < end if axis.rising else strictest[i] > end)]
+            if found and found[-1][2] == present[0]:
                 last = found.pop()
-                low, high = min(low, last[0]), max(high, last[1])
-            found.append((low, high, choice))
+                at = last[1] if axis.rising else last[0]
+            found.append((end, at, present[0]) if axis.rising else (at, end, present[0]))
+            at = end
+        if at != (0.0 if axis.rising else math.inf):
+            found.append((0.0, at, None) if axis.rising else (at, math.inf, None))
         return found[::-1] if axis.rising else found, rests_on
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from sweep.config.schema import BudgetConf, MinEvidence
@@ -60,6 +61,12 @@ class Facts:
     @property
     def own(self) -> Measurement | None:
         return self.result.measurement
+
+    @cached_property
+    def order(self) -> tuple[float, int, float]:
+        """Of trials that cannot be told apart in time the smaller peak comes first, then the smaller change."""
+        peak, m = self.peak_mib, self.own
+        return math.inf if peak is None else peak, change_rank(self.result), math.inf if m is None else m.step_ms
 
     @classmethod
     def of(cls, candidate: TrialResult, baseline: TrialResult | None) -> Facts:
@@ -402,10 +409,7 @@ def choice_of(facts: list[Facts], accepted: list[int]) -> tuple[int, ...]:
     if base is not None and facts[base].same_time(facts[fastest]):
         return base, fastest
 
-    def order(i: int) -> tuple[float, int, float]:
-        peak = facts[i].peak_mib
-        return math.inf if peak is None else peak, change_rank(facts[i].result), timed[i]
-
+    order = lambda i: facts[i].order
     alike = next(i for i in sorted(timed, key=order) if facts[i].same_time(facts[fastest]))
     return min((i for i in timed if timed[i] <= timed[alike]), key=order), alike, fastest
 
