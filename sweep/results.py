@@ -31,9 +31,6 @@ class Conditions:
     cpu_others: float | None = None  # cores that other processes kept busy, on average
     cpu_cores: int | None = None  # that this process may use
     gpu_clock_mhz: float | None = None  # lowest reading of the SM clock
-    gpu_clock_max_mhz: float | None = None  # what the card can do
-    gpu_temperature_c: float | None = None  # highest reading
-    gpu_power_w: float | None = None  # highest reading
     gpu_throttled: list[str] = field(default_factory=list)  # why the driver held the clock down, in NVML's words
     gpu_other_processes: int | None = None
     gpu_other_mib: float | None = None  # their device memory

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -73,37 +74,19 @@ def _cores() -> list[int]:
 
 def _busy_seconds() -> float:
     """Core seconds that the cores which this process may use have worked, for whomever."""
-    each = psutil.cpu_times(percpu=True)
-    total = 0.0
-    for i in _cores():
-        if i < len(each):
-            fields = each[i]._asdict()
-            # guest is in user already
-            total += sum(fields.get(name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
-    return total
+    each, names = psutil.cpu_times(percpu=True), ("user", "nice", "system", "irq", "softirq", "steal")
+    return sum(getattr(each[i], name, 0.0) for i in _cores() if i < len(each) for name in names)  # guest is in user
 
 
 def _own_seconds() -> float:
     """Core seconds of this process, of those that it started, and of those that started it (the session)."""
     own = psutil.Process()
     total = sum(own.cpu_times()[:4])  # user, system, and the same of children that have ended
-    for child in own.children(recursive=True):
-        total += _seconds(child, 4)
-    for parent in own.parents():
-        total += _seconds(parent, 2)
+    for others, fields in ((own.children(recursive=True), 4), (own.parents(), 2)):
+        for process in others:
+            with suppress(psutil.Error):
+                total += sum(process.cpu_times()[:fields])
     return total
-
-
-def _seconds(process: psutil.Process, fields: int) -> float:
-    try:
-        return float(sum(process.cpu_times()[:fields]))
-    except psutil.Error:
-        return 0.0
-
-
-def _family() -> set[int]:
-    own = psutil.Process()
-    return {p.pid for p in (own, *own.children(recursive=True), *own.parents())}
 
 
 class Gpu:
@@ -113,53 +96,42 @@ class Gpu:
     def of(cls, device: torch.device) -> Gpu | None:
         """The card behind a torch device, found by its UUID: NVML counts all cards, CUDA_VISIBLE_DEVICES or not."""
         nvml = _nvml()
-        if nvml is None:
-            return None
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
-        handle = handle_of(nvml, uuid)
-        if handle is None:
-            return None
-        return cls(nvml, handle, lambda: torch.cuda.memory_reserved(device) / MIB)
+        handle = None if nvml is None else handle_of(nvml, str(torch.cuda.get_device_properties(device).uuid))
+        return None if handle is None else cls(nvml, handle, lambda: torch.cuda.memory_reserved(device) / MIB)
 
     def __init__(self, nvml: Any, handle: Any, own_mib: Callable[[], float]) -> None:
         self._nvml, self._handle, self._own_mib = nvml, handle, own_mib
-        # A slice of a card (MIG) has memory and processes of its own; clock and heat are those of the whole card.
-        whole = self._ask("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
-        self._card = handle if whole is None else whole
-        self._found = Conditions()
-        self._held_back: set[str] = set()
+        # A slice of a card (MIG) has memory and processes of its own; the clock is that of the whole card.
+        self._card = self._ask("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle) or handle
+        self._found, self._held_back = Conditions(), False
 
     def look(self) -> None:
-        """Clock, heat and power while it works; cheap enough for the end of a window."""
-        n, f = self._nvml, self._found
+        """The clock while it works; cheap enough for the end of a window."""
+        f = self._found
         reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons", self._card)
         if reasons is None:  # a driver older than this name
-            reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", self._card)
-        if reasons is not None:
-            f.gpu_throttled += [w for bit, w, _ in THROTTLING if reasons & bit and w not in f.gpu_throttled]
-            self._held_back |= {w for bit, w, disturbs in THROTTLING if reasons & bit and disturbs}
-        if not (reasons or 0) & IDLE:  # between two steps the clock falls, which says nothing about the steps
-            f.gpu_clock_mhz = _least(f.gpu_clock_mhz, self._ask("nvmlDeviceGetClockInfo", self._card, n.NVML_CLOCK_SM))
-        heat = self._ask("nvmlDeviceGetTemperature", self._card, n.NVML_TEMPERATURE_GPU)
-        f.gpu_temperature_c = _most(f.gpu_temperature_c, heat)
-        power_mw = self._ask("nvmlDeviceGetPowerUsage", self._card)
-        f.gpu_power_w = _most(f.gpu_power_w, None if power_mw is None else power_mw / 1000)
+            reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", self._card) or 0
+        f.gpu_throttled += [w for bit, w in THROTTLING.items() if reasons & bit and w not in f.gpu_throttled]
+        self._held_back |= any(reasons & bit for bit in THROTTLING if bit != POWER_CAP)
+        clock = self._ask("nvmlDeviceGetClockInfo", self._card, self._nvml.NVML_CLOCK_SM)
+        if clock is not None and not reasons & IDLE:  # between two steps the clock falls, which says nothing of them
+            f.gpu_clock_mhz = clock if f.gpu_clock_mhz is None else min(f.gpu_clock_mhz, clock)
 
     def look_around(self) -> Conditions:
         """Who else uses it. Returns what was seen so far."""
-        n, f = self._nvml, self._found
-        f.gpu_clock_max_mhz = self._ask("nvmlDeviceGetMaxClockInfo", self._card, n.NVML_CLOCK_SM)
-        others, others_mib = self._others()
-        f.gpu_other_processes = None if others is None else int(_most(f.gpu_other_processes, others) or 0)
-        f.gpu_other_mib = _most(f.gpu_other_mib, others_mib)
-        f.disturbed = self._disturbed()
+        f, (others, others_mib) = self._found, self._others()
+        f.gpu_other_processes = None if others is None else max(others, f.gpu_other_processes or 0)
+        f.gpu_other_mib = max((v for v in (f.gpu_other_mib, others_mib) if v is not None), default=None)
+        f.disturbed = ["gpu_processes"] if f.gpu_other_processes else ["gpu_memory"] if f.gpu_other_mib else []
+        f.disturbed += ["gpu_throttled"] if self._held_back else []
         return f
 
     def _others(self) -> tuple[int | None, float | None]:
         """Other processes that compute on it and their memory in MiB, as far as can be known."""
         processes = self._ask("nvmlDeviceGetComputeRunningProcesses", self._handle)
         if processes:
-            family = _family()
+            own = psutil.Process()
+            family = {p.pid for p in (own, *own.children(recursive=True), *own.parents())}
             others = [p for p in processes if p.pid not in family]
             if len(others) == len(processes):
                 # Seen from inside of a container the ids are the host's. One of them is this process: the one whose
@@ -170,14 +142,7 @@ class Gpu:
             return len(others), None if None in sizes else sum(sizes) / MIB
         # Not even this process is listed, so that others cannot be, either; their memory shows in what is left.
         memory = self._ask("nvmlDeviceGetMemoryInfo", self._handle)
-        if memory is None:
-            return None, None
-        return None, max(0.0, memory.used / MIB - self._own_mib() - CONTEXT_MIB)
-
-    def _disturbed(self) -> list[str]:
-        f = self._found
-        codes = ["gpu_processes"] if f.gpu_other_processes else ["gpu_memory"] if f.gpu_other_mib else []
-        return codes + (["gpu_throttled"] if self._held_back else [])
+        return None, None if memory is None else max(0.0, memory.used / MIB - self._own_mib() - CONTEXT_MIB)
 
     def _ask(self, function: str, *arguments: Any) -> Any:
         """None where the driver or the card does not tell, or may not be asked."""
@@ -187,25 +152,23 @@ class Gpu:
             return None
 
 
-IDLE = 0x1
-#: NVML's reasons for a lower clock (nvml.h, nvmlClocksEventReasons): bit, words, and whether it disturbs by itself. A
-#: power cap does not: many cards always run at theirs, and where it costs clock the comparison of clocks tells.
-THROTTLING = (
-    (0x4, "power cap", False),
-    (0x8, "hardware slowdown", True),
-    (0x20, "software thermal slowdown", True),
-    (0x40, "hardware thermal slowdown", True),
-    (0x80, "power brake", True),
-)
+#: NVML's reasons for a lower clock (nvml.h, nvmlClocksEventReasons). A power cap does not disturb by itself: many cards
+#: always run at theirs, and where it costs clock the comparison of clocks tells.
+IDLE, POWER_CAP = 0x1, 0x4
+THROTTLING = {
+    POWER_CAP: "power cap",
+    0x8: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
 
 
 def handle_of(nvml: Any, uuid: str) -> Any:
     """NVML's handle of a card or of a slice of one. uuid: as torch gives it, without or with its prefix."""
     for name in (uuid, f"GPU-{uuid}", f"MIG-{uuid}"):
-        try:
+        with suppress(nvml.NVMLError):
             return nvml.nvmlDeviceGetHandleByUUID(name)
-        except nvml.NVMLError:
-            continue
     return None
 
 
@@ -219,11 +182,3 @@ def _nvml() -> Any:
     except Exception:  # no package, no driver, or no permission
         return None
     return pynvml
-
-
-def _least(a: float | None, b: float | None) -> float | None:
-    return b if a is None else a if b is None else min(a, b)
-
-
-def _most(a: float | None, b: float | None) -> float | None:
-    return b if a is None else a if b is None else max(a, b)

@@ -115,7 +115,7 @@ def process(pid: int, mib: float | None) -> SimpleNamespace:
 class MadeUpNvml:
     """Answers as NVML does; what is not in `answers` is not supported."""
 
-    NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
+    NVML_CLOCK_SM = 1
     NVMLError = NVMLError
 
     def __init__(self, **answers: Any) -> None:
@@ -143,9 +143,6 @@ def quiet(**changes: Any) -> MadeUpNvml:
     answers = {
         "nvmlDeviceGetCurrentClocksEventReasons": 0,
         "nvmlDeviceGetClockInfo": 1800,
-        "nvmlDeviceGetMaxClockInfo": 1980,
-        "nvmlDeviceGetTemperature": 61,
-        "nvmlDeviceGetPowerUsage": 350_500,
         "nvmlDeviceGetComputeRunningProcesses": [process(os.getpid(), 3000)],
         "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=4000 * MIB),
     }
@@ -162,20 +159,13 @@ def seen(nvml: MadeUpNvml, looks: int = 1, own_mib: float = 2500.0) -> Any:
 
 def test_a_made_up_quiet_card_is_read_and_not_disturbed() -> None:
     found = seen(quiet())
-    assert (found.gpu_clock_mhz, found.gpu_clock_max_mhz) == (1800, 1980)
-    assert (found.gpu_temperature_c, found.gpu_power_w) == (61, 350.5)
+    assert found.gpu_clock_mhz == 1800
     assert (found.gpu_other_processes, found.gpu_other_mib) == (0, 0)
     assert (found.gpu_throttled, found.disturbed) == ([], [])
 
 
-def test_a_made_up_cards_lowest_clock_and_highest_heat_and_power_are_kept() -> None:
-    nvml = quiet(
-        nvmlDeviceGetClockInfo=[1800, 1500, 1700],
-        nvmlDeviceGetTemperature=[60, 80, 70],
-        nvmlDeviceGetPowerUsage=[300_000, 200_000, 320_000],
-    )
-    found = seen(nvml, looks=3)
-    assert (found.gpu_clock_mhz, found.gpu_temperature_c, found.gpu_power_w) == (1500, 80, 320)
+def test_a_made_up_cards_lowest_clock_is_kept() -> None:
+    assert seen(quiet(nvmlDeviceGetClockInfo=[1800, 1500, 1700]), looks=3).gpu_clock_mhz == 1500
 
 
 def test_a_made_up_idle_cards_clock_is_not_one_under_load() -> None:
@@ -232,7 +222,7 @@ def test_a_made_up_card_that_lists_nobody_is_judged_by_the_memory_that_is_gone()
 
 def test_a_made_up_card_that_tells_nothing_leaves_everything_open() -> None:
     found = seen(MadeUpNvml())
-    assert (found.gpu_clock_mhz, found.gpu_clock_max_mhz, found.gpu_temperature_c, found.gpu_power_w) == (None,) * 4
+    assert found.gpu_clock_mhz is None
     assert (found.gpu_other_processes, found.gpu_other_mib) == (None, None)
     assert (found.gpu_throttled, found.disturbed) == ([], [])
 
@@ -241,7 +231,7 @@ def test_a_made_up_slice_of_a_card_has_its_own_memory_and_the_cards_clock() -> N
     nvml = quiet(nvmlDeviceGetDeviceHandleFromMigDeviceHandle="whole card")
     found = seen(nvml)
     asked = dict(nvml.asked)
-    assert asked["nvmlDeviceGetClockInfo"] == asked["nvmlDeviceGetTemperature"] == "whole card"
+    assert asked["nvmlDeviceGetClockInfo"] == "whole card"
     assert asked["nvmlDeviceGetComputeRunningProcesses"] == "card"
     assert found.gpu_clock_mhz == 1800
 
