@@ -6,7 +6,7 @@ Two questions, each with runs of its own from the same seed on the same batches:
   everything must be equal to the last bit, in the workload's own number format and with all its randomness. Where it is
   not, it may be by other kernels (offload that gives back other strides): then the same in float64 decides.
 - Micro-batches add up in another order, and draw other random numbers. So they are compared with the undivided batch in
-  float64 (float32 where model or card cannot), every draw fixed (sweep.trial.verify), on up to 8 samples of each batch.
+  float64 (float32 where model or card cannot), every draw fixed (FixedDraws), on up to 8 samples of each batch.
 
 Compared are losses, gradients, outputs and the gradients at the block inputs of every step, and after the last one
 parameters, buffers, what modules keep as plain attributes, the optimizer's state and settings, the random state and the
@@ -32,8 +32,8 @@ import os
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ from sweep.outcomes import NotFinite, is_out_of_memory, one_line
 from sweep.results import Verification
 from sweep.strategy import micro_batch_size, training
 from sweep.workload import Batch, DataSource, Workload, build_loss, build_workload, map_batch, to_device
-from sweep.workload.batch import python_states, random_states, restore, seed_everything
+from sweep.workload.batch import leaves_of, python_states, random_states, restore, seed_everything
 from sweep.workload.build import MeanOverSamples
 from sweep.workload.step import Phases, split
 
@@ -57,7 +57,7 @@ GOLDEN = 0.618034
 
 
 class FixedDraws(TorchDispatchMode):
-    """See the module's docstring. `unknown`: operators that drew and could not be given a fixed outcome."""
+    """Gives every random draw a fixed outcome. `unknown`: operators that drew and could not be given one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,8 +246,7 @@ def run_and_record(
         around: Callable[[], AbstractContextManager[object]] = force.around_forward
         if draws is not None:
             around = partial(_same_draws, draws, conf.seed, force.around_forward, record)
-        handle = workload.optimizer.register_step_post_hook(lambda *_: _count(record))
-        stack.callback(handle.remove)
+        stack.callback(workload.optimizer.register_step_post_hook(partial(_count, record)).remove)
         record.before = {n: Kept.of(p) for n, p in workload.named_parameters()}
         begun = _attributes(workload)
         seed_everything(conf.seed + 1)  # dropout
@@ -299,7 +298,7 @@ def _batch(workload: Workload, step: int, how: How) -> Batch:
     return batch
 
 
-def _count(record: Record) -> None:
+def _count(record: Record, *_: Any) -> None:
     record.updates += 1
 
 
@@ -357,7 +356,7 @@ def _watching(workload: Workload, strategy: StrategyConf, step: int, record: Rec
     def saw_output(_: nn.Module, __: Any, output: Any) -> None:
         number = calls["output"]
         calls["output"] += 1
-        for name, tensor in _tensors(output):
+        for name, tensor in _tensors(output, "output"):
             record.outputs[_call(_at(name, step), number)] = Kept.of(tensor)
 
     def watch_input(name: str) -> Callable[..., None]:
@@ -393,15 +392,8 @@ def _call(name: str, number: int) -> str:
     return name if number == 0 else f"{name} at call {number + 1}"
 
 
-def _tensors(output: Any, prefix: str = "output") -> Iterator[tuple[str, Tensor]]:
-    if isinstance(output, Tensor):
-        yield prefix, output
-    elif isinstance(output, Mapping):
-        for key, value in output.items():
-            yield from _tensors(value, f"{prefix}.{key}")
-    elif isinstance(output, (list, tuple)):
-        for index, value in enumerate(output):
-            yield from _tensors(value, f"{prefix}.{index}")
+def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    return ((path, leaf) for path, leaf in leaves_of(value, name) if isinstance(leaf, Tensor))
 
 
 # -- state -----------------------------------------------------------------------------------------------------------
@@ -597,13 +589,12 @@ def _agree(whole: list[Tensor], of_part: list[Tensor], samples: int, part: int, 
     return True
 
 
-def plain_surroundings(device: torch.device) -> AbstractContextManager[object]:
-    """TF32 and cuDNN's search for the fastest kernel are off, inside: both differ from run to run or from fp32."""
-    return _no_tf32() if device.type == "cuda" else nullcontext()
-
-
 @contextmanager
-def _no_tf32() -> Iterator[None]:
+def plain_surroundings(device: torch.device) -> Iterator[None]:
+    """TF32 and cuDNN's search for the fastest kernel are off, inside: both differ from run to run or from fp32."""
+    if device.type != "cuda":
+        yield
+        return
     precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn
     before = cudnn.allow_tf32, cudnn.benchmark
     torch.set_float32_matmul_precision("highest")
@@ -702,14 +693,10 @@ def _joined(found: list[Verification]) -> Verification:
             continue
         result.notes += [n for n in other.notes if n not in result.notes]
         if result.passed:
-            for name in (
-                "max_rel_err", "loss_rel_err", "output_rel_err", "grad_rel_err", "block_input_grad_rel_err",
-                "buffer_rel_err",
-            ):  # fmt: skip
+            for name in (field.name for field in fields(Verification) if field.name.endswith("_rel_err")):
                 known = [v for v in (getattr(result, name), getattr(other, name)) if v is not None]
-                setattr(result, name, max(known) if known else None)
-            shares = [v.compared_share for v in found if v.compared_share is not None]
-            result.compared_share = min(shares) if shares else None
+                setattr(result, name, max(known, default=None))
+            result.compared_share = min((v.compared_share for v in found if v.compared_share is not None), default=None)
             result.rng_equal = other.rng_equal if result.rng_equal is None else result.rng_equal
     return result
 
@@ -766,7 +753,7 @@ class _Comparison:
         plainly = StrategyConf(name="baseline", micro_batch_size=strategy.micro_batch_size)
         how, expected = self._settled(conf, plainly, strategy, how)
         try:
-            actual = self._run(conf, strategy, strategy, how, expected)
+            actual = self._own(conf, strategy, how, expected)
         except CheckpointError as error:  # recomputation saw other tensors than forward: something has changed between
             return self._different(one_line(error), scope, "state", "", expected)
         except NotEquivalent as error:
@@ -787,12 +774,13 @@ class _Comparison:
                 result.notes.append(f"the baseline itself differs by {noise:.1g} from run to run")
                 return _with_evidence(result, expected)
             if noise > rounding or itself.counts:
-                return _not_comparable(result, "baseline_does_not_repeat", itself.words())
+                return _not_comparable(result, itself.words(), "baseline_does_not_repeat")
         if found.within(rounding, math.inf) and self._equal_in_a_wider_format(conf, strategy, how):
             result.notes.append("not equal to the last bit, but in a wider format within rounding")
             return _with_evidence(result, expected)
-        cause, where = self._cause_of_kernels(found, expected, actual)
-        return _refused(result, found.words(), cause, where)
+        state = _moved_state(found, expected)
+        cause = "state" if state else "random" if found.rng_equal is False else "unknown"
+        return _refused(result, found.words(), cause, state)
 
     def _equal_in_a_wider_format(self, conf: WorkloadConf, strategy: StrategyConf, how: How) -> bool:
         """The same comparison in float64, where rounding is far below any mistake, or in float32 at least."""
@@ -803,22 +791,13 @@ class _Comparison:
             how = replace(how, double=double)
             try:
                 expected = self._shared(wider, plainly, strategy, how)
-                return differences(expected, self._run(wider, strategy, strategy, how, expected)).within(
-                    tolerance, tolerance if double else math.inf
-                )
+                found = differences(expected, self._own(wider, strategy, how, expected))
+                return found.within(tolerance, tolerance if double else math.inf)
             except Exception as error:
                 if not double:
                     raise
                 log.debug("not verified in float64: %s", one_line(error))
         return False
-
-    def _cause_of_kernels(self, found: Differences, expected: Record, actual: Record) -> tuple[str, str]:
-        state = _moved_state(found, expected)
-        if state:
-            return "state", state
-        if found.rng_equal is False:
-            return "random", ""
-        return "unknown", ""
 
     # -- micro-batches against the whole batch -----------------------------------------------------------------------
 
@@ -848,10 +827,10 @@ class _Comparison:
         words = found.words(TOLERANCE, moved)
         unfixed = expected.unfixed | actual.unfixed
         if unfixed:
-            return _not_comparable(result, "random", words, ", ".join(sorted(unfixed)))
+            return _not_comparable(result, words, "random", ", ".join(sorted(unfixed)))
         itself = differences(expected, self._shared(conf, whole, whole, how, "again"), exact=False)
         if not itself.within(TOLERANCE, moved):
-            return _not_comparable(result, "baseline_does_not_repeat", itself.words(TOLERANCE, moved))
+            return _not_comparable(result, itself.words(TOLERANCE, moved), "baseline_does_not_repeat")
         cause, where = self._cause_of_parts(conf, how, part, found, expected, actual)
         return _refused(result, words, cause, where)
 
@@ -868,10 +847,8 @@ class _Comparison:
             if is_out_of_memory(error):
                 raise
             return ("state", state) if state else ("unknown", "")
-        if mixing is not None:
-            return "batch_statistics", mixing
-        if state:
-            return "state", state
+        if mixing is not None or state:
+            return ("state", state) if mixing is None else ("batch_statistics", mixing)
         if isinstance(build_loss(conf), MeanOverSamples) or found.errors["loss"][0] > TOLERANCE:
             return "loss_is_no_mean_over_samples", conf.loss.get("_target_", "")
         return "unknown", ""
@@ -904,16 +881,15 @@ class _Comparison:
         )  # fmt: skip
         if key in _records:
             _records.move_to_end(key)
-            record = _records[key]
-            if record is None:
+            known = _records[key]
+            if known is None:
                 raise RuntimeError("this run is known to fail")
-            return record
+            return known
         started = time.perf_counter()
         file = None if self.shared is None else self.shared / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.pt"
-        record = None
         try:
             if file is not None and file.is_file():
-                record = torch.load(file, weights_only=False)
+                record: Record = torch.load(file, weights_only=False)
             else:
                 record = run_and_record(conf, strategy, watched, self.device, self.data, how, against)
                 _leave(record, file)
@@ -925,16 +901,14 @@ class _Comparison:
             raise
         while len(_records) >= KEPT_RECORDS:
             _records.popitem(last=False)
-        assert record is not None
         _records[key] = record
         if against is None:
             self.shared_s += time.perf_counter() - started
         return record
 
-    def _run(
-        self, conf: WorkloadConf, strategy: StrategyConf, watched: StrategyConf, how: How, expected: Record
-    ) -> Record:
-        return run_and_record(conf, strategy, watched, self.device, self.data, how, expected)
+    def _own(self, conf: WorkloadConf, strategy: StrategyConf, how: How, expected: Record) -> Record:
+        """The run of the strategy itself."""
+        return run_and_record(conf, strategy, strategy, self.device, self.data, how, expected)
 
     def _different(self, reason: str, scope: str, cause: str, where: str, expected: Record) -> Verification:
         return Verification(
@@ -1140,11 +1114,12 @@ def _same_specials(a: Tensor, b: Tensor) -> bool:
 
 def _verification(found: Differences, expected: Record, scope: str, tolerance: float) -> Verification:
     errors = {name: error for name, (error, _) in found.errors.items()}
-    finite = [e for e in errors.values() if math.isfinite(e)]
+    largest = max(errors.values())
     return Verification(
         passed=True,
+        status="equal",
         tolerance=tolerance,
-        max_rel_err=max(errors.values()) if len(finite) == len(errors) else None,
+        max_rel_err=largest if math.isfinite(largest) else None,
         loss_rel_err=errors["loss"],
         output_rel_err=errors.get("outputs"),
         grad_rel_err=errors["gradients"],
@@ -1156,7 +1131,6 @@ def _verification(found: Differences, expected: Record, scope: str, tolerance: f
         updates=expected.updates,
         bit_equal=found.none,
         scope=scope,
-        status="equal",
         steps=expected.steps,
         compared_share=expected.share,
     )
@@ -1164,24 +1138,20 @@ def _verification(found: Differences, expected: Record, scope: str, tolerance: f
 
 def _with_evidence(result: Verification, expected: Record) -> Verification:
     """Equal, unless what was compared is too little to say so."""
-    if expected.share < ENOUGH:
-        result.passed, result.status, result.cause = False, "not_verified", "too_little_evidence"
-        result.bit_equal = False
-        result.reason = (
-            f"after {expected.steps} steps only {expected.share:.0%} of the parameters had a finite gradient "
-            "that is not zero; the rest was not compared"
-        )
-    return result
+    if expected.share >= ENOUGH:
+        return result
+    reason = (
+        f"after {expected.steps} steps only {expected.share:.0%} of the parameters had a finite gradient "
+        "that is not zero; the rest was not compared"
+    )
+    return _refused(result, reason, "too_little_evidence", status="not_verified")
 
 
-def _refused(result: Verification, reason: str, cause: str, where: str) -> Verification:
-    result.passed, result.bit_equal, result.status = False, False, "not_equal"
-    result.cause, result.where = cause, where
-    result.reason = reason
-    return result
+def _refused(
+    result: Verification, reason: str, cause: str, where: str = "", *, status: str = "not_equal"
+) -> Verification:
+    return replace(result, passed=False, bit_equal=False, status=status, cause=cause, where=where, reason=reason)
 
 
-def _not_comparable(result: Verification, cause: str, reason: str, where: str = "") -> Verification:
-    result = _refused(result, reason, cause, where)
-    result.status = "not_comparable"
-    return result
+#: `_refused` where it is no fault of the strategy's.
+_not_comparable = partial(_refused, status="not_comparable")
