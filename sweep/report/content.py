@@ -231,7 +231,7 @@ def moment_words(peak: Peak) -> str:
     return f"{peak.phase}{operator}{f' of {peak.module}' if operator and peak.module else ''}"
 
 
-def memory(row: Row | None, other: Row | None = None, title: str = "What fills the memory at the peak") -> list[Block]:
+def memory(row: Row | None, other: Row | None) -> list[Block]:
     """What is alive at the peak of `row`, with `other`'s (the preferred trial's) beside it."""
     if row is None or row.peak is None:
         return []
@@ -239,7 +239,7 @@ def memory(row: Row | None, other: Row | None = None, title: str = "What fills t
     kind = "" if row.peak_was_seen and row.result.evidence == Evidence.cpu.value else f" ({how})"
     total = peak.mib if row.peak_was_seen or row.predicted is None else row.predicted.allocated_mib
     return [
-        Heading(f"{title} of {row.name}: {mib(total)}{kind}, in {moment_words(peak)}", 3),
+        Heading(f"What fills the memory at the peak of {row.name}: {mib(total)}{kind}, in {moment_words(peak)}", 3),
         *memory_table(row, other),
     ]
 

@@ -244,7 +244,8 @@ def quality_words(row: Row) -> str:
         return f"held-out loss {loss(row.eval_loss)}."
     words = {"equal": "equal to the baseline's", "unknown": "not known"}
     verdict = words.get(q.verdict, f"{q.verdict} than the baseline's")
-    return f"held-out loss {loss(q.loss)}, {verdict}: {phrases.quality_why(q)}."
+    interval = "" if q.loss_low is None else f" (95 % interval {loss(q.loss_low)} to {loss(q.loss_high)})"
+    return f"held-out loss {loss(q.loss)}{interval}, {verdict}: {phrases.quality_why(q)}."
 
 
 def quality_lines(section: Section) -> list[str]:

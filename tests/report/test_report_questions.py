@@ -173,6 +173,7 @@ def test_the_cost_has_time_with_interval_quality_host_memory_and_bytes_moved() -
     words = asked(markdown(made))["What did it cost?"]
     assert re.search(r"\*\*Time:\*\* 166\.\d ms per step \(95 % interval 1\d\d\.?\d* to 1\d\d\.?\d* ms\)", words)
     assert "equal to the baseline's: held-out loss equal to the last bit (3 seeds)" in words
+    assert re.search(r"held-out loss \S+ \(95 % interval \S+ to \S+\), equal", words)
     assert re.search(r"^\| \*\*offload\*\* \| .* \| 190.0 \| 380.0 \| cpu \|$", words, re.M)
 
 
