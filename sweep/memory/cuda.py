@@ -38,10 +38,9 @@ from sweep.memory.cuda_attention import CudaAttention, flash_forward_workspace
 from sweep.memory.cuda_autocast import CudaAutocast
 from sweep.memory.device import CudaAnswers
 from sweep.memory.ledger import Ledger
+from sweep.memory.operators import Workspace, replaced
 
 aten = torch.ops.aten
-
-Sizes = Callable[[Any, Any, Any], Iterable[int]]
 
 
 def embedding_backward(args: Any, kwargs: Any, out: Any) -> Iterable[int]:
@@ -99,7 +98,7 @@ def foreach_norm(args: Any, kwargs: Any, out: Any) -> Iterable[int]:
     yield len(tensors) * max(-(-t.numel() // 65536) for t in tensors) * 4
 
 
-def contiguous(*positions: int) -> Sizes:
+def contiguous(*positions: int) -> Workspace:
     """Kernels that work on contiguous inputs copy others first: softmax, norms and losses (SoftMax.cu, ...)."""
 
     def sizes(args: Any, kwargs: Any, out: Any) -> Iterable[int]:
@@ -115,7 +114,7 @@ def _copy(tensor: Tensor) -> Iterable[int]:
         yield tensor.numel() * tensor.element_size()
 
 
-def matrices(*positions: int) -> Sizes:
+def matrices(*positions: int) -> Workspace:
     """prepare_matrix_for_cublas and prepare_batch_matrix_for_cublas (Blas.cpp).
 
     A matrix whose rows or columns are not dense, such as an expanded one, is copied.
@@ -134,7 +133,7 @@ def matrices(*positions: int) -> Sizes:
 
 
 #: Operators that cuBLAS runs, and the matrices that they take.
-GEMM: dict[Any, Sizes] = {
+GEMM: dict[Any, Workspace] = {
     aten.mm.default: matrices(0, 1),
     aten.addmm.default: matrices(1, 2),
     aten.bmm.default: matrices(0, 1),
@@ -144,7 +143,7 @@ GEMM: dict[Any, Sizes] = {
     aten.addmv.default: matrices(1),
     aten.dot.default: contiguous(),
 }
-KERNEL_WORKSPACES: dict[Any, Sizes] = {
+KERNEL_WORKSPACES: dict[Any, Workspace] = {
     aten.embedding_dense_backward.default: embedding_backward,
     aten.index_put_.default: index_put_accumulate,
     aten.index_put.default: index_put_accumulate,
@@ -233,8 +232,7 @@ class CublasWorkspaces:
         self.ledger: Ledger | None = None
         self._threads: set[str] = set()
 
-    def reserve(self) -> None:
-        """To be called for each product of matrices."""
+    def _reserve(self) -> None:
         ledger = self.ledger
         if ledger is not None and len(self._threads) < 2:
             # On CUDA, backward runs on a thread of autograd's own, recomputation included.
@@ -243,11 +241,11 @@ class CublasWorkspaces:
                 self._threads.add(thread)
                 ledger.allocate(self.nbytes, f"cuBLAS workspace ({thread} thread)", module="")
 
-    def before(self, sizes: Callable[..., Iterable[int]]) -> Callable[..., Iterable[int]]:
+    def before(self, sizes: Workspace) -> Workspace:
         def with_workspace(args: Any, kwargs: Any, out: Any) -> Iterable[int]:
             if not self.kept:
                 return [*sizes(args, kwargs, out), self.nbytes]
-            self.reserve()
+            self._reserve()
             return sizes(args, kwargs, out)
 
         return with_workspace
@@ -255,7 +253,7 @@ class CublasWorkspaces:
 
 def cuda_workspaces(
     cublas: CublasWorkspaces, multiprocessors: int | None = None
-) -> Mapping[Any, Callable[..., Iterable[int]]]:
+) -> Mapping[Any, Workspace]:
     """What the ledger of an emulated CUDA device needs as `workspaces`.
 
     multiprocessors: the card's, by which flash attention splits keys; None: not known, it never does.
@@ -320,17 +318,11 @@ def _never(*_: Any) -> Any:
 
 @contextmanager
 def _foreach_by_default() -> Iterator[None]:
-    utils: Any = sys.modules["torch.utils._foreach_utils"]
-    original = utils._get_foreach_kernels_supported_devices
-    changed = lambda: [*original(), "cpu"]
-    modules = [
-        m for n, m in list(sys.modules.items()) if n.startswith(("torch.optim", "torch.nn.utils", "torch.utils"))
-    ]
-    holders: list[Any] = [m for m in modules if getattr(m, "_get_foreach_kernels_supported_devices", None) is original]
-    for holder in holders:
-        holder._get_foreach_kernels_supported_devices = changed
-    try:
+    name = "_get_foreach_kernels_supported_devices"
+    original: Any = getattr(torch.utils._foreach_utils, name)
+    named = ("torch.optim", "torch.nn.utils", "torch.utils")
+    modules = [m for n, m in sys.modules.items() if n.startswith(named) and getattr(m, name, None) is original]
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(replaced(module, name, lambda: [*original(), "cpu"]))
         yield
-    finally:
-        for holder in holders:
-            holder._get_foreach_kernels_supported_devices = original

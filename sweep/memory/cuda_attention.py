@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable
-from enum import Enum
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -23,10 +23,10 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class Backend(Enum):
-    flash = "flash"
-    efficient = "efficient"
-    cudnn = "cudnn"
-    math = "math"
+    flash = auto()
+    efficient = auto()
+    cudnn = auto()
+    math = auto()
 
 
 def choose(
@@ -130,7 +130,6 @@ class CudaAttention:
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self.capability = capability
-        self.chosen: set[Backend] = set()
 
     def __call__(
         self,
@@ -145,7 +144,6 @@ class CudaAttention:
         enable_gqa: bool = False,
     ) -> Tensor:
         backend = choose(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, self.capability)
-        self.chosen.add(backend)
         if backend is Backend.math:
             out, _ = aten._scaled_dot_product_attention_math(
                 query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa

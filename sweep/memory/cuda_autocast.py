@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sweep.memory.operators import replaced
+
 
 def _names(text: str) -> list[str]:
     return text.split()
@@ -86,12 +88,9 @@ class CudaAutocast:
             self._casts.clear()
             clear()
 
-        torch.clear_autocast_cache = clear_both
-        try:
+        with replaced(torch, "clear_autocast_cache", clear_both):
             yield
-        finally:
-            torch.clear_autocast_cache = clear
-            self._casts.clear()
+        self._casts.clear()
 
     def _fp32(self, op: Any) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -29,6 +29,7 @@ from sweep.config.schema import DeviceConf
 from sweep.errors import BadInput, CannotPredict
 from sweep.memory.hollow import CPU, HollowLedger
 from sweep.memory.ledger import host_memory
+from sweep.memory.operators import replaced
 from sweep.results import MIB
 
 _NVTX = {"range_push": lambda *_: 0, "range_pop": lambda: 0, "mark": lambda *_: None, "range": nullcontext}
@@ -111,7 +112,7 @@ class CudaAnswers:
                 (torch._C, {"_group_tensors_by_device_and_dtype": self._grouped}),
             ):
                 for name, answer in answers.items():
-                    stack.enter_context(_replaced(owner, name, answer))
+                    stack.enter_context(replaced(owner, name, answer))
             # CUDA's own default, in the CPU's place.
             stack.callback(torch._C.set_autocast_dtype, "cpu", torch._C.get_autocast_dtype("cpu"))
             torch._C.set_autocast_dtype("cpu", torch._C.get_autocast_dtype("cuda"))
@@ -371,18 +372,3 @@ def _is_function(value: Any) -> bool:
 
 def _nothing(*_: Any, **__: Any) -> None:
     pass
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """The attribute in place of what is there; afterwards what was there, or was inherited, is back."""
-    own = name in vars(owner)
-    before = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)

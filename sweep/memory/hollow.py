@@ -18,7 +18,7 @@ import mmap
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -36,7 +36,7 @@ from torch.utils.flop_counter import flop_registry
 from sweep.errors import CannotPredict
 from sweep.memory.allocator import round_up
 from sweep.memory.ledger import Ledger, host
-from sweep.memory.operators import ADD, Effect, Op, Workspace, describe, storage_id
+from sweep.memory.operators import ADD, Effect, Op, Workspace, describe, replaced, storage_id
 from sweep.results import Category, Phase
 
 LSTM_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
@@ -74,7 +74,7 @@ def _asked(
     return LSTM_LAYER(*given, bias, bias, state, state, *options)[3].untyped_storage().nbytes()
 
 
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 
 _storage_of = torch._C._construct_storage_from_data_pointer
 _refuse_access = torch._C._set_throw_on_mutable_data_ptr
@@ -192,14 +192,14 @@ class Forms:
         try:
             if self._as_cuda and not _depends_on_values(func):
                 try:
-                    given = _prepared(name, _on_meta(args))
-                    out = func(*given, **{key: _on_meta(value) for key, value in kwargs.items()})
+                    given = _prepared(name, _copied(args, META))
+                    out = func(*given, **{key: _copied(value, META) for key, value in kwargs.items()})
                     return _laid_out(name, _form(out, {}, []), given, contiguous_groups=True)
                 except NotImplementedError:
                     pass
             with self._fake:
-                given = _prepared(name, _fake(args))
-                out = func(*given, **{key: _fake(value) for key, value in kwargs.items()})
+                given = _prepared(name, _copied(args, None))
+                out = func(*given, **{key: _copied(value, None) for key, value in kwargs.items()})
                 form = _laid_out(name, _form(out, {}, []), given, contiguous_groups=self._as_cuda)
             if name.startswith("aten._embedding_bag") and not name.endswith("backward"):
                 return _with_bags(form, *args[:5])
@@ -283,23 +283,14 @@ class _Sparse(Exception):
     pass
 
 
-def _fake(item: Any) -> Any:
-    """Like `item`, with fake tensors in place of tensors. To be called inside of a FakeTensorMode."""
+def _copied(item: Any, device: torch.device | None) -> Any:
+    """Like `item`, with new tensors and devices on `device`; None: fake ones, to be called inside of FakeTensorMode."""
     if isinstance(item, Tensor):
-        return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype)
-    if isinstance(item, (list, tuple)):
-        return type(item)(map(_fake, item))
-    return item
-
-
-def _on_meta(item: Any) -> Any:
-    """Like `item`, with tensors and devices replaced by meta ones."""
-    if isinstance(item, Tensor):
-        return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device="meta")
+        return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device=device)
     if isinstance(item, torch.device):
-        return torch.device("meta")
+        return device or item
     if isinstance(item, (list, tuple)):
-        return type(item)(map(_on_meta, item))
+        return type(item)(_copied(i, device) for i in item)
     return item
 
 
@@ -415,27 +406,24 @@ class HollowLedger(Ledger):
         self._drawn: dict[int, weakref.ref[Any]] = {}  # storages of single random numbers of [0, 1)
         self.sides = False  # whether the host's tensors are told from the device's
         self._forced: bool | None = None
+        self._replacements = ExitStack()
 
     def __enter__(self) -> Self:
         super().__enter__()
         if self._entered == 1:
             # tolist reads memory without asking any mode; the others that do (numpy, dlpack) refuse by themselves.
-            self._tolist = Tensor.tolist
-            Tensor.tolist = self._refuse_tolist()  # type: ignore[method-assign]
-            self._truncated = getattr(nn.init, "_no_grad_trunc_normal_", None)
-            if self._truncated is not None:
-                nn.init._no_grad_trunc_normal_ = self._any_weights
+            self._replacements.enter_context(replaced(Tensor, "tolist", self._tolist()))
+            if hasattr(nn.init, "_no_grad_trunc_normal_"):
+                self._replacements.enter_context(replaced(nn.init, "_no_grad_trunc_normal_", self._any_weights()))
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._entered == 1:
-            Tensor.tolist = self._tolist  # type: ignore[method-assign]
-            if self._truncated is not None:
-                nn.init._no_grad_trunc_normal_ = self._truncated
+            self._replacements.close()
         super().__exit__(*error)
 
-    def _refuse_tolist(self) -> Any:
-        original = self._tolist
+    def _tolist(self) -> Any:
+        original = Tensor.tolist
 
         def tolist(tensor: Tensor) -> Any:
             if is_hollow(tensor):
@@ -444,9 +432,10 @@ class HollowLedger(Ledger):
 
         return tolist
 
-    def _any_weights(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _any_weights(self) -> Any:
         """It draws again while a value is out of bounds. Weights that have no values are done as they are."""
-        return tensor if is_hollow(tensor) else self._truncated(tensor, *args, **kwargs)  # type: ignore[misc]
+        original = nn.init._no_grad_trunc_normal_
+        return lambda tensor, *args, **kwargs: tensor if is_hollow(tensor) else original(tensor, *args, **kwargs)
 
     # -- dispatch ----------------------------------------------------------------------------------------------------
 
@@ -461,7 +450,8 @@ class HollowLedger(Ledger):
             if self._real and self._all_real(args, kwargs):
                 return func(*args, **kwargs)
             if op.workspace is not None:
-                self._with_workspace(op, args, kwargs, None)
+                with self._workspace(op, args, kwargs, None):
+                    pass
             return self._mutated(op, args, kwargs)
         if effect is Effect.one_new or effect is Effect.new:
             if self.sides:
@@ -481,7 +471,7 @@ class HollowLedger(Ledger):
             return self._packed(op, *args)
         if func in BELOW and self._is_decided(*args):
             decided = torch.tensor((args[1] >= 1) is BELOW[func])
-            self._keep_real(decided)
+            self.keep_real(decided)
             self._see(decided, op.name)
             return decided
         key = key_of(func, args, kwargs)
@@ -495,7 +485,8 @@ class HollowLedger(Ledger):
         if op.flops is not None:
             self._count_flops(op, key, args, kwargs, form)
         if op.workspace is not None:
-            return self._made_with_workspace(op, args, kwargs, form)
+            with self._workspace(op, args, kwargs, form):
+                return self._made(form, op.name, [])
         if isinstance(form, Result) and form.shape == () and (self._phase == Phase.optimizer or op.name in NAN_CHECKS):
             return self._assumed(0 if op.name in NAN_CHECKS else 1, form.dtype, op.name)
         if op.effect is not Effect.one_new:
@@ -517,7 +508,7 @@ class HollowLedger(Ledger):
         nbytes = math.prod(shape) * padded.element_size()
         like = torch.empty(shape, device="meta").stride()
         data = self._new(Result(nbytes, round_up(nbytes), shape, like, padded.dtype, 0), op.name)
-        self._keep_real(sizes)
+        self.keep_real(sizes)
         if self.sides:
             return data, sizes  # on the host
         self._see(sizes, op.name)
@@ -531,7 +522,7 @@ class HollowLedger(Ledger):
 
     def _assumed(self, value: int, dtype: torch.dtype, operator: str) -> Tensor:
         number = torch.full((), value, dtype=dtype)
-        self._keep_real(number)
+        self.keep_real(number)
         self._see(number, operator)
         return number
 
@@ -643,16 +634,6 @@ class HollowLedger(Ledger):
             return type(form)(self._made(item, operator, made) for item in form)
         return form
 
-    def _made_with_workspace(self, op: Op, args: Any, kwargs: Any, form: Form) -> Any:
-        assert op.workspace is not None
-        ids: list[int] = []
-        try:
-            ids.extend(self.allocate(nbytes, op.name) for nbytes in op.workspace(args, kwargs, form) if nbytes > 0)
-            return self._made(form, op.name, [])
-        finally:
-            for id in reversed(ids):
-                self.log.end(id)
-
     def _mutated(self, op: Op, args: Any, kwargs: Any) -> Any:
         """What an operator returns that writes to its arguments: these."""
         if (self._real or self._drawn) and op.name != FINITE_CHECK:
@@ -666,10 +647,7 @@ class HollowLedger(Ledger):
     # -- tensors that have values ------------------------------------------------------------------------------------
 
     def keep_real(self, tensor: Tensor) -> None:
-        """A tensor from outside that has memory and values: operators on it and others of its kind are computed."""
-        self._keep_real(tensor)
-
-    def _keep_real(self, tensor: Tensor) -> None:
+        """A tensor that has memory and values: operators on it and others of its kind are computed."""
         self._remember(self._real, tensor)
 
     @staticmethod
@@ -715,7 +693,7 @@ class HollowLedger(Ledger):
         for tensor in [out] if isinstance(out, Tensor) else out if isinstance(out, (list, tuple)) else []:
             if isinstance(tensor, Tensor):
                 if _is_small(tensor.shape, tensor.dtype):
-                    self._keep_real(tensor)
+                    self.keep_real(tensor)
                 self._see(tensor, op.name)
         return out
 
@@ -738,7 +716,7 @@ class HollowLedger(Ledger):
         if self._live.get(storage_id(tensor)) is not None:
             return tensor  # torch.tensor(..., device="cuda") has been moved there already
         if _is_small(tensor.shape, tensor.dtype):
-            self._keep_real(tensor)
+            self.keep_real(tensor)
         else:
             tensor = hollow(tensor.shape, tensor.dtype, tensor.stride())
         if self._count_python_data:

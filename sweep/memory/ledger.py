@@ -396,7 +396,9 @@ class Ledger:
             return args[0].add_(args[1])
         out = func(*args, **kwargs)
         if op.workspace is not None:
-            self._with_workspace(op, args, kwargs, out)
+            with self._workspace(op, args, kwargs, out):
+                if op.effect in (Effect.one_new, Effect.new):
+                    self._see_all(out, op)
         elif op.effect is Effect.one_new:
             self._see(out, op.name)
         elif op.effect is Effect.new:
@@ -474,13 +476,14 @@ class Ledger:
             f"{self.log.in_use / MIB:.2f} MiB of {self.capacity_bytes / MIB:.2f} MiB are in use"
         )
 
-    def _with_workspace(self, op: Op, args: Any, kwargs: Any, out: Any) -> None:
+    @contextmanager
+    def _workspace(self, op: Op, args: Any, kwargs: Any, out: Any) -> Iterator[None]:
+        """What the operator takes beside its results is there inside."""
         assert op.workspace is not None
         ids: list[int] = []
         try:
             ids.extend(self.allocate(nbytes, op.name) for nbytes in op.workspace(args, kwargs, out) if nbytes > 0)
-            if op.effect in (Effect.one_new, Effect.new):
-                self._see_all(out, op)
+            yield
         finally:
             for id in reversed(ids):
                 self.log.end(id)
