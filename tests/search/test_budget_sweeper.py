@@ -3,6 +3,7 @@ imports matter, and in this process otherwise. The cases are those in which swee
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from typing import Any
 import optuna
 import pytest
 import yaml
-from hydra import initialize_config_dir
+from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -24,6 +25,7 @@ from optuna.trial import TrialState
 
 from sweep.errors import BadInput
 from sweep.search.candidate import Answer
+from sweep.search.study import Sampler
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -137,21 +139,7 @@ def trials(app: Path) -> list[optuna.trial.FrozenTrial]:
 # --- the twelve cases -----------------------------------------------------------------------------------------------
 
 
-def test_case_1_out_of_memory_above_two(app):
-    def job(cfg):
-        if cfg.x > 2:
-            raise MemoryError
-        return cfg.x
-
-    folder = sweep(app, job, "x=range(1,6)", "y=interval(0,1)", n_trials=6, direction="maximize", seed=3)
-    assert len(trials(app)) == 6
-    assert all(t.state is TrialState.COMPLETE for t in trials(app))
-    assert any(t.params["x"] > 2 for t in trials(app))
-    assert results_of(folder)["best_params"]["x"] <= 2
-    assert study_of(app / "o.db", "s").best_trial.params["x"] <= 2
-
-
-def test_case_1_on_five_points_alone_measures_each_once(app):
+def test_case_1_out_of_memory_above_two_measures_each_point_once(app):
     ran = []
 
     def job(cfg):
@@ -188,17 +176,6 @@ def test_case_3_what_is_no_objective_fails_its_trial_and_the_rest_goes_on(app):
     assert results_of(folder)["counts"]["failed"] == 3
 
 
-def test_case_3_one_of_two_objectives(app):
-    folder = sweep(
-        app, lambda cfg: [1.0, 2.0] if cfg.x else [1.0], "x=0,1", direction="[minimize,maximize]", objectives="[a,b]"
-    )
-    states = {t.params["x"]: t for t in trials(app) if "same_as" not in t.user_attrs}
-    assert states[0].state is TrialState.FAIL
-    assert "1 objective(s) of 2 (a, b)" in states[0].user_attrs["reason"]
-    assert results_of(folder)["counts"]["failed"] == 1
-    assert len(results_of(folder)["solutions"]) == 1
-
-
 def test_case_4_a_job_that_exits(app):
     done = run(app, *budget("x=interval(1,9)", "do=exit", "at=2"))
     assert done.returncode == 7
@@ -225,8 +202,7 @@ class Large:
     """Stands for a tensor: is it gone?"""
 
 
-@pytest.mark.parametrize("n_jobs", [1, 4])
-def test_case_5_a_failed_jobs_locals_are_gone_when_the_next_starts(app, n_jobs):
+def test_case_5_a_failed_jobs_locals_are_gone_when_the_next_starts(app):
     alive: list[weakref.ref[Large]] = []
     seen = []
 
@@ -240,9 +216,9 @@ def test_case_5_a_failed_jobs_locals_are_gone_when_the_next_starts(app, n_jobs):
             raise ValueError("outer") from error
 
     with pytest.raises(SystemExit, match="3"):
-        sweep(app, job, "x=range(0,9)", n_jobs=n_jobs, n_trials=6)
-    assert seen == [0] * 6
-    assert len(alive) == 6
+        sweep(app, job, "x=range(0,9)", n_trials=3)
+    assert seen == [0] * 3
+    assert len(alive) == 3
 
 
 def test_case_6_kill_and_the_same_command_again(app):
@@ -275,15 +251,8 @@ def test_case_7_a_changed_question_is_refused_before_anything_is_asked(app):
     base = ["x=1,2", "y=3,4"]
     sweep(app, lambda cfg: cfg.x, *base, n_trials=2)
     before = len(trials(app))
-    for words, settings, line in (
-        (base, {"direction": "maximize"}, "hydra.sweeper.direction=maximize: "),
-        (["x=1,2,3", "y=3,4"], {}, "x="),
-        (["x=1,2"], {}, "y="),
-    ):
-        with pytest.raises(BadInput) as error:
-            sweep(app, lambda cfg: cfg.x, *words, **settings)
-        assert str(error.value).startswith(line)
-        assert "hydra.sweeper.study_name" in str(error.value)
+    with pytest.raises(BadInput, match=r"^hydra.sweeper.direction=maximize: .*hydra.sweeper.study_name"):
+        sweep(app, lambda cfg: cfg.x, *base, direction="maximize")
     with pytest.raises(Exception, match="nothere"):
         sweep(app, lambda cfg: cfg.x, *base, "nothere=1,2")
     with pytest.raises(Exception, match="nosuchdb"):
@@ -294,19 +263,16 @@ def test_case_7_a_changed_question_is_refused_before_anything_is_asked(app):
 def test_case_7_on_the_command_line_it_is_one_line_and_exit_code_2(app):
     words = budget("x=1,2,3", "y=3,4", "hydra.sweeper.n_trials=1")
     assert run(app, *words).returncode == 0
-    for changed in (["hydra.sweeper.direction=maximize"], ["x=1,2,4"], ["nothere=1,2"]):
-        done = run(app, *words, *changed)
-        assert done.returncode == 2
-        assert len(done.stderr.strip().splitlines()) == 1, done.stderr
-        assert done.stderr.startswith("error: ")
-        assert "Traceback" not in done.stderr
-        assert changed[0].partition("=")[0] in done.stderr
+    done = run(app, *words, "x=1,2,4")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: x=1,2,4: was 1,2,3 when the study ")
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert len(study_of(app / "mlruns" / "optuna.db").trials) == 1
 
 
 def test_case_8_values_reach_the_job_as_they_were_written(app):
     seen = []
-    words = 'free.v="a,b",\'c,d\',"3",null,true,[1,2],{a: 1},1,1.0,plain,"true"'
+    words = 'free.v=choice("a,b",\'c,d\',"3",null,true,[1,2],{a: 1},1,1.0,plain,"true")'
     sweep(
         app, lambda cfg: seen.append(cfg.free.v) or 1.0, "+" + words, sampler="{_target_:optuna.samplers.GridSampler}"
     )
@@ -316,25 +282,19 @@ def test_case_8_values_reach_the_job_as_they_were_written(app):
     assert [type(v) for v in plain] == [type(v) for v in wanted]
 
 
-def test_case_8_the_explicit_choice(app):
-    seen = []
-    sweep(app, lambda cfg: seen.append(cfg.free.v) or 1.0, '+free.v=choice("a,b","c,d")', n_trials=2)
-    assert sorted(seen) == ["a,b", "c,d"]
-
-
 def test_case_9_a_grid_has_the_samplers_values_and_runs_them_all(app):
     points: dict[str, set[tuple[Any, ...]]] = {}
     for name, sampler in (("grid", "GridSampler"), ("random", "RandomSampler")):
         seen: list[tuple[Any, ...]] = []
-        words = ["x=range(0,5)", "y=range(0,1,0.5)", "db=glob(*)"]
+        words = ["x=range(0,2)", "y=range(0,1,0.5)", "db=glob(*)"]
         given = {"sampler": f"{{_target_:optuna.samplers.{sampler}}}", "storage": "null"}
         if name == "random":
             given["n_trials"] = "200"
         sweep(app, lambda cfg, seen=seen: seen.append((cfg.x, cfg.y, cfg.db.name)) or cfg.x, *words, **given)
-        assert len(seen) == 30
+        assert len(seen) == 12
         points[name] = set(seen)
     assert points["grid"] == points["random"]
-    assert {p[0] for p in points["grid"]} == {0, 1, 2, 3, 4}
+    assert {p[0] for p in points["grid"]} == {0, 1}
     assert {p[1] for p in points["grid"]} == {0, 0.5}
 
 
@@ -346,27 +306,6 @@ def test_case_9_a_fixed_override_fixes_a_searched_key(app):
     assert set(trials(app)[0].params) == {"y"}
 
 
-def test_case_10_all_over_budget_and_a_reading_that_is_no_number(app):
-    def job(cfg):
-        peak = {1: 30.0, 2: 20.0, 3: float("nan")}[cfg.x]
-        return Answer(values=[100.0 * cfg.x], constraints={"memory_mib": peak - 10})
-
-    with pytest.raises(SystemExit) as stopped:
-        sweep(app, job, "x=1,2,3", direction="maximize")
-    assert stopped.value.code == 3
-    written = results_of(app / "sweep")
-    assert written["best_trial"] is None
-    assert written["least_violating"]["params"] == {"x": 2}
-    assert written["least_violating"]["constraints"] == {"memory_mib": 10.0}
-    (failed,) = [t for t in written["trials"] if t["outcome"] == "failed" and "same_as" not in t]
-    assert failed["reason"] == "the constraint memory_mib is nan, not a number"
-
-
-def test_case_11_the_basic_launcher_runs_serially(app, capsys):
-    sweep(app, lambda cfg: cfg.x, "x=1,2,3", n_jobs=2)
-    assert "serially" in capsys.readouterr().out
-
-
 def test_case_12_known_points_are_answered_and_an_exhausted_space_ends_the_search(app, capsys):
     seen = []
 
@@ -375,10 +314,12 @@ def test_case_12_known_points_are_answered_and_an_exhausted_space_ends_the_searc
         return cfg.x
 
     folder = sweep(
-        app, job, "x=1,2", "db=mysql,sqlite", n_trials=40, sampler="{_target_:optuna.samplers.RandomSampler}"
+        app, job, "x=1,2", "db=mysql,sqlite", n_trials=40, n_jobs=2, sampler="{_target_:optuna.samplers.RandomSampler}"
     )
     assert len(seen) == len(set(seen)) == 4
-    assert "the space is exhausted: all of its 4 points are known" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "the space is exhausted: all of its 4 points are known" in said
+    assert "serially" in said, "the basic launcher runs one job at a time"
     assert results_of(folder)["counts"]["launched"] == 4
     # The same command again knows them all.
     sweep(app, job, "x=1,2", "db=mysql,sqlite", n_trials=40)
@@ -397,9 +338,9 @@ def test_words_of_every_kind_reach_the_job(app):
 
     sweep(
         app, job, "x=int(interval(1,3))", "y=tag(log,interval(0.1,10))", "db=mysql,postgres", "+new.key=choice(a,b)",
-        "~extra", "db.port=shuffle(range(1,3))", "++free.z=5", "do=fixed", n_trials=8,
+        "~extra", "db.port=shuffle(range(1,3))", "++free.z=5", "do=fixed", n_trials=4,
     )  # fmt: skip
-    assert len(seen) == 8
+    assert len(seen) == 4
     for cfg in seen:
         assert cfg.x in (1, 2, 3)
         assert 0.1 <= cfg.y <= 10
@@ -414,7 +355,7 @@ def extend(config: DictConfig, trial: optuna.Trial) -> None:
     """A custom search space, found by its import path."""
     assert config.db.name == "mysql"
     if trial.params["x"] == 2:
-        trial.suggest_int("y", 10, 12)
+        trial.suggest_int("y", 10, 11)
         trial.suggest_categorical("+free.mode", ["a", "b"])
 
 
@@ -426,9 +367,7 @@ def test_a_custom_search_space_with_conditional_keys(app):
         return cfg.y
 
     sweep(app, job, "x=1,2", custom_search_space="test_budget_sweeper.extend", n_trials=50)
-    assert sorted(seen, key=str) == sorted(
-        [(1, 0, None), *((2, y, m) for y in (10, 11, 12) for m in ("a", "b"))], key=str
-    )
+    assert sorted(seen, key=str) == sorted([(1, 0, None), *((2, y, m) for y in (10, 11) for m in ("a", "b"))], key=str)
 
 
 def test_params_in_a_config_and_a_sampler_of_the_group(app):
@@ -444,25 +383,16 @@ def test_params_in_a_config_and_a_sampler_of_the_group(app):
     assert not (app / "mlruns").exists()
 
 
-@pytest.mark.parametrize("name", ["tpe", "motpe", "random", "nsgaii", "gp", "grid", "brute_force", "qmc"])
-def test_every_sampler_of_the_group_runs(app, name):
-    folder = sweep(
-        app,
-        lambda cfg: cfg.x,
-        "x=range(0,4)",
-        f"hydra/sweeper/sampler={name}",
-        "hydra.sweeper.sampler.seed=1",
-        n_trials=2,
-    )
-    assert results_of(folder)["counts"]["launched"] == 2
-
-
-def test_cma_es_needs_its_package(app):
-    try:
-        sweep(app, lambda cfg: cfg.x, "x=interval(0,4)", "hydra/sweeper/sampler=cmaes", n_trials=3)
-        assert len(trials(app)) == 3
-    except BadInput as error:
-        assert "pip install cmaes" in str(error)  # noqa: PT017
+def test_every_sampler_of_the_group_can_be_made(app):
+    with initialize_config_dir(str(app / "conf"), version_base="1.3"):
+        for name in ("tpe", "motpe", "random", "nsgaii", "gp", "grid", "brute_force", "qmc", "cmaes"):
+            words = ["hydra/sweeper=budget", f"hydra/sweeper/sampler={name}", "hydra.sweeper.sampler.seed=1"]
+            conf = compose("config", words, return_hydra_config=True).hydra.sweeper.sampler
+            if name == "cmaes" and importlib.util.find_spec("cmaes") is None:
+                with pytest.raises(BadInput, match="pip install cmaes"):
+                    Sampler(conf, None, 0, 1)
+            else:
+                assert Sampler(conf, None, 0, 1).seed == 1
 
 
 def test_a_named_hook_is_a_class_or_a_function(app):

@@ -1,4 +1,4 @@
-"""The search itself, on real studies in real SQLite files; a job is a plain function here."""
+"""The search itself, on real studies; a job is a plain function here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sweep.errors import BadInput
 from sweep.search.candidate import Answer, Job
 from sweep.search.loop import Search, Settings, quiet_optuna
 from sweep.search.space import read_space
-from sweep.search.study import JOB, Sampler, close, free_name, open_storage, open_study, records, stale
+from sweep.search.study import JOB, Sampler, close, open_storage, open_study, records, stale
 
 quiet_optuna()
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +69,8 @@ def search(
 
 @pytest.fixture
 def storage(tmp_path):
-    return open_storage(f"sqlite:///{tmp_path}/optuna.db", tmp_path, tmp_path)
+    """In memory; commands that go on with a study in a file are tested as commands."""
+    return open_storage(None, tmp_path, tmp_path)
 
 
 def square(config):
@@ -254,10 +255,10 @@ def out_of_memory_above_2(config):
 
 @pytest.mark.parametrize("sampler", ["random", "tpe", "gp", "nsgaii"])
 def test_out_of_memory_is_complete_infeasible_and_never_best(storage, sampler):
-    few = {"n_startup_trials": 3}
+    few = {"n_startup_trials": 5}
     args = {"tpe": few, "gp": few, "nsgaii": {"population_size": 4}}.get(sampler)
     s = search(
-        storage, ["x=interval(0,5)"], out_of_memory_above_2, sampler=sampler, sampler_args=args, n_trials=14,
+        storage, ["x=interval(0,5)"], out_of_memory_above_2, sampler=sampler, sampler_args=args, n_trials=8,
         directions=["maximize"], constraints=["memory", "loss"],
     )  # fmt: skip
     found = s.run()
@@ -492,14 +493,6 @@ def test_stale_trials_are_closed_and_those_of_living_processes_are_not(storage):
     assert [t.number for t in stale(study)] == [dead.number, unknown.number]
     close(study, stale(study))
     assert [t.state for t in study.trials] == [TrialState.RUNNING, TrialState.FAIL, TrialState.FAIL]
-
-
-def test_a_new_study_beside_an_old_one(storage):
-    space = read_space({}, ["x=1,2"], None)
-    assert free_name(storage, "s") == "s"
-    open_study(storage, "s", space, ["minimize"], {})
-    open_study(storage, "s-2", space, ["minimize"], {})
-    assert free_name(storage, "s") == "s-3"
 
 
 def test_storages(tmp_path):
