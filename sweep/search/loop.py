@@ -59,6 +59,7 @@ from sweep.search.study import (
 
 DEFAULT_TRIALS = 20
 DETAIL_CHARACTERS = 4000
+RUNNING = "still running"
 #: Above this number of points a space is not enumerated: no exhaustion is noticed, and no grid is walked.
 MOST_POINTS = 20_000
 #: After so many candidates in a row that were known already the search takes an unknown point by itself.
@@ -101,7 +102,6 @@ class Limits:
         self.n_trials = settings.n_trials if settings.n_trials is not None or exhaustive else DEFAULT_TRIALS
         self.skipped_in_a_row = self.repeats_in_a_row = self.failures = 0
         self.batch_failure_rate = 0.0
-        self.stopped_by_sampler = False
         self._last_failure = ""
         self._started = time.monotonic()
 
@@ -117,8 +117,6 @@ class Limits:
         s = self.settings
         if self.n_trials is not None and launched >= self.n_trials:
             return f"{self.n_trials} trials were run"
-        if self.stopped_by_sampler:
-            return "the sampler has no further candidate"
         if s.timeout_s is not None and time.monotonic() - self._started >= s.timeout_s:
             return f"the time of {s.timeout_s:g} s is over"
         if self._failed_too_often():
@@ -153,17 +151,15 @@ class Progress:
     def ended(self, r: Record, found: Sequence[Record]) -> None:
         if r.answered_by == BY_MEMORY:
             return  # nothing new is known
-        launched = counts(found)["launched"]
-        of = f"{launched}/{self.limit}" if self.limit is not None else str(launched)
-        best = best_first(found, self.directions)
-        if not best:
-            leading = "no feasible trial yet"
-        elif len(self.directions) > 1:
+        of = counts(found)["launched"] if self.limit is None else f"{counts(found)['launched']}/{self.limit}"
+        best, extreme = best_first(found, self.directions), {"maximize": "highest", "minimize": "lowest"}
+        leading = (
+            f"{extreme[self.directions[0]]} {self._numbers(best[0].values)} (trial {best[0].number})" if best else ""
+        )
+        if len(self.directions) > 1:
             leading = f"front: {len(best)} trials"
-        else:
-            extreme = "highest" if self.directions[0] == "maximize" else "lowest"
-            leading = f"{extreme} {self._numbers(best[0].values)} (trial {best[0].number})"
-        self.say(" | ".join(x for x in (f"[{of}] trial {r.number}: {self.result(r)}", _words(r), leading) if x))
+        said = (f"[{of}] trial {r.number}: {self.result(r)}", _words(r), leading if best else "no feasible trial yet")
+        self.say(" | ".join(x for x in said if x))
 
     def result(self, r: Record) -> str:
         """The outcome with its numbers, an estimate named as one."""
@@ -264,7 +260,7 @@ class Search:
         self.limits = Limits(settings, exhaustive=sampler.exhaustive)
         self.progress = Progress(settings, self.limits.n_trials, say)
         self.records: dict[int, Record] = {}
-        self.ended_because = "still running"
+        self.ended_because = RUNNING
         self._known: dict[tuple[str, ...], Record] = {}  # measured, refused, or failed in this run
         self._open: dict[int, optuna.Trial] = {}
         self._running: set[tuple[str, ...]] = set()  # the points of the batch that is being filled or run
@@ -323,13 +319,11 @@ class Search:
             self.progress.say(f"closed what a killed command left running: trial {numbers}")
         for r in records(self.study):
             self._remember(r)
-        n = counts(list(self.records.values()))["launched"]
-        name = self.study.study_name
+        n, name = sum(r.launched for r in self.records.values()), self.study.study_name
         self.progress.say(f"going on with the study {name}: {n} trials are known" if self.records else f"study {name}")
         for trial, found in left:
             if found is not None:
-                said = f"trial {trial.number} had been run when its command was killed: its result is taken"
-                self.progress.say(said)
+                self.progress.say(f"trial {trial.number} had been run when its command was killed: its result is taken")
                 self._tell(optuna.Trial(self.study, trial._trial_id), *found, None)
 
     def _recovered(self, trial: FrozenTrial) -> tuple[Job, Answer] | None:
@@ -519,13 +513,7 @@ class Search:
         for key, value in attrs.items():
             if value not in (None, "", {}):  # each costs a commit, so what goes without saying is not said
                 trial.set_user_attr(key, value)
-        try:
-            ended = self.study.tell(trial, values, state=TrialState.FAIL if values is None else TrialState.COMPLETE)
-        except RuntimeError as error:
-            if "Study.stop" not in str(error):
-                raise
-            self.limits.stopped_by_sampler = True  # an exhaustive sampler asks for it by an exception
-            ended = next(t for t in self.study.get_trials(deepcopy=False) if t.number == trial.number)
+        ended = self.study.tell(trial, values, state=TrialState.FAIL if values is None else TrialState.COMPLETE)
         self._open.pop(trial.number, None)
         r = record(ended)
         self.limits.count(r)
@@ -565,10 +553,8 @@ class Search:
     def _write(self) -> None:
         if self.folder is not None:
             found = list(self.records.values())
-            running = self.ended_because == "still running"
-            best = best_first(found, self.settings.directions) if running else self.best()
-            said = summary(self.study, found, best, sampler=self.sampler.name, ended_because=self.ended_because)
-            write_summary(self.folder, said)
+            best = self.best() if self.ended_because != RUNNING else best_first(found, self.settings.directions)
+            write_summary(self.folder, summary(self.study, found, best, self.sampler.name, self.ended_because))
 
     # --- what is known --------------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -234,8 +233,8 @@ class Preflight:
             session.refuse_baseline(config, judgement.prediction, judgement.reason)
 
 
-def resolved(node: Any) -> Config:
-    config = typed(node)
+def resolved(node: DictConfig, *, whole: bool = True) -> Config:
+    config = typed(node, whole=whole)
     config.device = resolve_device(config.device)
     return config
 
@@ -334,54 +333,48 @@ def plan(search: Search) -> list[dict[str, Any]]:
         kept = search.study.user_attrs.get(PLAN)
     if kept is not None:
         return list(kept)
-    config = typed(search.space.config, whole=False)
-    config.device = resolve_device(config.device)
+    config = resolved(search.space.config, whole=False)
     candidates = _candidates(search, config)
     baseline = next((c for c in candidates if is_baseline(c.strategy, config.workload.global_batch_size)), None)
     points = [] if baseline is None else [baseline.point]
     if config.search.plan_points and len(candidates) > 1 and search.folder is not None:
-        points += _planned(search, config, [c for c in candidates if c is not baseline], search.folder)
+        preflight = search.preflight if isinstance(search.preflight, Preflight) else Preflight()
+        others = [c for c in candidates if c is not baseline]
+        search.progress.say(f"planning: timing single micro-steps, then estimating {len(others)} candidates")
+        try:
+            made = make_plan(config, others, preflight.forecast, config.search.plan_points, search.folder)
+        except BadInput:
+            raise
+        except Exception as error:  # a search without a plan is still a search
+            why = f"{type(error).__name__}: {error}"
+            search.progress.say(f"no plan could be made ({why}); the sampler begins by itself")
+        else:
+            preflight.pieces = made.pieces
+            search.progress.say("\n".join(_plan_lines(made, config.workload.global_batch_size)))
+            points += [r.candidate.point for r in made.ranked]
     with interrupts.whole():
         search.study.set_user_attr(PLAN, points)
     return points
 
 
-def _planned(search: Search, config: Config, others: list[Candidate], folder: Path) -> list[dict[str, Any]]:
-    say = search.progress.say
-    preflight = search.preflight if isinstance(search.preflight, Preflight) else Preflight()
-    say(f"planning: timing single micro-steps, then estimating {len(others)} candidates")
-    try:
-        made = make_plan(config, others, preflight.forecast, config.search.plan_points, folder)
-    except BadInput:
-        raise
-    except Exception as error:  # a search without a plan is still a search
-        say(f"no plan could be made ({type(error).__name__}: {error}); the sampler begins by itself")
-        return []
-    preflight.pieces = made.pieces
-    _say_plan(made, config, say)
-    return [r.candidate.point for r in made.ranked]
-
-
-def _say_plan(made: Plan, config: Config, say: Callable[[str], None]) -> None:
-    whole = config.workload.global_batch_size
-    say(
-        f"plan after {made.seconds:.1f} s ({made.pieces.seconds:.1f} s of timed micro-steps, {made.predicted} "
-        "predictions); estimates, to be measured:"
-    )
+def _plan_lines(made: Plan, whole: int) -> list[str]:
+    spent = f"{made.pieces.seconds:.1f} s of timed micro-steps, {made.predicted} predictions"
+    lines = [f"plan after {made.seconds:.1f} s ({spent}); estimates, to be measured:"]
     for r in made.ranked:
-        say(f"  {describe(r.candidate.strategy, whole)}: about {number(r.samples_per_s)} samples/s [predicted]")
+        lines.append(
+            f"  {describe(r.candidate.strategy, whole)}: about {number(r.samples_per_s)} samples/s [predicted]"
+        )
     if not made.ranked:
         nothing = "no candidate is predicted to fit" if made.pieces.plain.points else "nothing that fits could be timed"
-        say(f"  {nothing}; the sampler begins by itself")
+        lines.append(f"  {nothing}; the sampler begins by itself")
+    return lines
 
 
 def _candidates(search: Search, config: Config) -> list[Candidate]:
     """Every point of a finite space that sets keys of the strategy alone; none of any other space."""
-    found = []
+    found, fixed = [], set(search.space.fixed)
     for point in search.points or ():
-        words = search.space.overrides(point)
-        fixed = set(search.space.fixed)
-        strategy = strategy_at(config, [w for w in words if w not in fixed])
+        strategy = strategy_at(config, [w for w in search.space.overrides(point) if w not in fixed])
         if strategy is None:
             return []
         found.append(Candidate(point, strategy))
@@ -416,12 +409,8 @@ def _check_search(config: Config, sweeper: DictConfig) -> None:
     if config.mode is Mode.diagnose:
         check_diagnosis(config)
     if config.mode is not Mode.measure:
-        raise BadInput(
-            "mode",
-            config.mode.value,
-            "a search measures",
-            "leave it out, or predict without one: -m 'strategy=glob(*)'",
-        )
+        todo = "leave it out, or predict without one: -m 'strategy=glob(*)'"
+        raise BadInput("mode", config.mode.value, "a search measures", todo)
     if not config.measure.ledger and config.device.type != "cuda":
         raise BadInput("measure.ledger", False, "a search needs the peak of every trial", "leave it on")
     if OmegaConf.select(sweeper, "read._target_") != "sweep.search.preflight.read":
@@ -447,8 +436,7 @@ def first_job(config: DictConfig) -> DictConfig:
     for words in compositions(space):
         job = without_hydra(loader.load_sweep_config(config, words))
         try:
-            own = typed(job)
-            own.device = resolve_device(own.device)
+            own = resolved(job)
             check_trial(own, checked)
         except BadInput as error:
             wrong = wrong or error

@@ -314,7 +314,7 @@ def counts(found: Sequence[Record]) -> dict[str, int]:
 
 
 def summary(
-    study: optuna.Study, found: Sequence[Record], best: Sequence[Record], *, sampler: str, ended_because: str
+    study: optuna.Study, found: Sequence[Record], best: Sequence[Record], sampler: str, ended_because: str
 ) -> dict[str, Any]:
     """The content of `optimization_results.yaml`. Its first keys are those that Hydra's own Optuna plugin writes."""
     said: dict[str, Any] = {"name": "optuna"}
