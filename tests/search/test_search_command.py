@@ -52,7 +52,10 @@ def train(folder: Path, *arguments: str, check: int = 0) -> str:
         patch.setattr("sweep.report.plots.draw", lambda report: [])
         patch.setattr(sys, "argv", ["train.py", *arguments, *SMALL, *stores(folder)])
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            code = guarded(program.main)
+            try:
+                code: Any = guarded(program.main)
+            except SystemExit as ended:
+                code = ended.code
     assert code == check, said.getvalue()
     return said.getvalue()
 
