@@ -102,14 +102,10 @@ def test_attention_backend(
     assert choose(query, key, value, bias, dropout, not mask, kv_heads != shape[1], capability) is expected
 
 
-def test_attention_that_is_causal_over_unlike_lengths_is_not_for_flash() -> None:
+def test_attention_of_unlike_lengths_or_with_disabled_backends() -> None:
     query, key = (torch.empty(1, 4, n, 64, dtype=BF16, device="meta") for n in (64, 128))
     assert choose(query, key, key, None, 0.0, True, False, AMPERE) is Backend.efficient
     assert choose(query, key, key, None, 0.0, False, False, AMPERE) is Backend.flash
-
-
-def test_disabled_backends_are_not_chosen() -> None:
-    query = torch.empty(1, 4, 64, 64, dtype=BF16, device="meta")
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         assert choose(query, query, query, None, 0.0, True, False, AMPERE) is Backend.math
 
@@ -271,16 +267,13 @@ def test_dropout_keeps_a_mask_of_bytes(ledger: HollowLedger) -> None:
 
 def test_rms_norm_is_one_kernel(ledger: HollowLedger) -> None:
     norm, x = nn.RMSNorm(256), torch.empty(10, 256, requires_grad=True)
+    norm(torch.empty(10, 256, dtype=BF16))
+    assert made_by(ledger, "_fused_rms_norm") == [], "not for another type than its weight's"
     before = ledger.log.in_use
     y = norm(x)
     assert ledger.log.in_use - before == size(10 * 256) + 512  # the result, and ten reciprocal root mean squares
     y.sum().backward()
     assert made_by(ledger, "_fused_rms_norm_backward")[-2:] == [size(10 * 256), size(256)]
-
-
-def test_rms_norm_of_another_dtype_than_its_weight_is_not(ledger: HollowLedger) -> None:
-    nn.RMSNorm(256)(torch.empty(10, 256, dtype=BF16))
-    assert made_by(ledger, "_fused_rms_norm") == []
 
 
 def test_optimizers_are_foreach_by_default(ledger: HollowLedger) -> None:

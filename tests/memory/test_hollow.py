@@ -196,16 +196,24 @@ def test_resizing_gives_another_storage() -> None:
         assert ledger.log.in_use == -(-500 * 100 * 4 // 512) * 512
 
 
-# -- oneDNN's LSTM ----------------------------------------------------------------------------------------------------
+# -- layers whose kernels differ ---------------------------------------------------------------------------------------
 
 
-def lstm_events(ledger: Ledger, inputs: Tensor, **options: Any) -> list[tuple[str, int, str]]:
-    """What an LSTM of 16 features takes forward and backward, in order."""
-    with HollowLedger() if is_hollow(inputs) else Ledger():
-        model = nn.LSTM(32, 16, dtype=inputs.dtype, **options)
-    with ledger:
-        model(inputs)[0].sum().backward()
-    return what_happened(ledger)
+def taken(build: Callable[[], Any], run: Callable[[Any, Tensor], Tensor], real: Tensor) -> list[tuple[str, int, str]]:
+    """What a model takes forward and backward, in order: the same on real and on hollow tensors."""
+    found = []
+    for kind, inputs in ((Ledger, real), (HollowLedger, hollow(real.shape, real.dtype))):
+        with kind():
+            model = build()
+        with kind() as ledger:
+            run(model, inputs).sum().backward()
+        found.append(what_happened(ledger))
+    assert found[1] == found[0]
+    return found[0]
+
+
+def lstm(model: nn.LSTM, inputs: Tensor) -> Tensor:
+    return model(inputs)[0]
 
 
 @pytest.mark.parametrize(
@@ -218,47 +226,34 @@ def lstm_events(ledger: Ledger, inputs: Tensor, **options: Any) -> list[tuple[st
     ],
 )
 def test_an_lstm_takes_what_onednn_takes(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    real = lstm_events(Ledger(), torch.randn(5, 7, 32, dtype=dtype), **options)
-    assert lstm_events(HollowLedger(), hollow((5, 7, 32), dtype), **options) == real
-    assert any(size > 16384 and operator == "aten.mkldnn_rnn_layer" for _, size, operator in real), "the workspace"
+    found = taken(lambda: nn.LSTM(32, 16, dtype=dtype, **options), lstm, torch.randn(5, 7, 32, dtype=dtype))
+    assert any(size > 16384 and operator == "aten.mkldnn_rnn_layer" for _, size, operator in found), "the workspace"
 
 
 def test_a_large_lstms_workspace_follows_from_a_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = lstm_events(Ledger(), torch.randn(6, 128, 32))
     monkeypatch.setattr(onednn, "AFFORDABLE", 0)
-    assert lstm_events(HollowLedger(), hollow((6, 128, 32), torch.float32)) == real
+    taken(lambda: nn.LSTM(32, 16), lstm, torch.randn(6, 128, 32))
     with pytest.raises(CannotPredict, match="6 steps and 100 samples .* give a multiple of 64 samples"):
-        lstm_events(HollowLedger(), hollow((6, 100, 32), torch.float32))
+        taken(lambda: nn.LSTM(32, 16), lstm, torch.randn(6, 100, 32))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_of_embeddings_take_what_they_take(dtype: torch.dtype, mode: str) -> None:
-    def events(ledger: Ledger, tokens: Tensor) -> list[tuple[str, int, str]]:
-        with HollowLedger() if is_hollow(tokens) else Ledger():
-            model = nn.EmbeddingBag(50, 32, mode=mode, dtype=dtype)
-        with ledger:
-            model(tokens).sum().backward()
-        return what_happened(ledger)
-
-    real = events(Ledger(), torch.randint(50, (16, 12)))
-    assert events(HollowLedger(), hollow((16, 12), torch.int64)) == real
+    tokens = torch.randint(50, (16, 12))
+    taken(lambda: nn.EmbeddingBag(50, 32, mode=mode, dtype=dtype), lambda model, x: model(x), tokens)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 @pytest.mark.parametrize("lengths", [[5, 3, 3, 1], [1, 5, 3, 3]])
 def test_packed_sequences_take_what_they_take(kind: type[nn.RNNBase], lengths: list[int]) -> None:
-    def events(ledger: Ledger, inputs: Tensor) -> list[tuple[str, int, str]]:
-        with HollowLedger() if is_hollow(inputs) else Ledger():
-            model = kind(32, 16, batch_first=True)
-        with ledger:
-            packed = nn.utils.rnn.pack_padded_sequence(inputs, lengths, batch_first=True, enforce_sorted=False)
-            padded, found = nn.utils.rnn.pad_packed_sequence(model(packed)[0], batch_first=True)
-            assert padded.shape == (4, 5, 16) and found.shape == (4,)
-            padded.sum().backward()
-        return what_happened(ledger)
+    def run(model: nn.Module, inputs: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(inputs, lengths, batch_first=True, enforce_sorted=False)
+        padded, found = nn.utils.rnn.pad_packed_sequence(model(packed)[0], batch_first=True)
+        assert padded.shape == (4, 5, 16) and found.shape == (4,)
+        return padded
 
-    assert events(HollowLedger(), hollow((4, 5, 32), torch.float32)) == events(Ledger(), torch.randn(4, 5, 32))
+    taken(lambda: kind(32, 16, batch_first=True), run, torch.randn(4, 5, 32))
 
 
 def test_sequences_of_unknown_lengths_are_refused() -> None:
@@ -328,10 +323,4 @@ def test_numbers_are_assumed_for_optimizers_alone() -> None:
 )
 def test_kernels_keep_and_read_what_they_do(shape: tuple[int, ...], compute: Callable[[Tensor], Tensor]) -> None:
     """Reduced losses keep the memory of all their terms, folding that of all patches; max asks for NaN backward."""
-
-    def events(ledger: Ledger, inputs: Tensor) -> list[tuple[str, int, str]]:
-        with ledger:
-            compute(inputs.requires_grad_()).sum().backward()
-        return what_happened(ledger)
-
-    assert events(HollowLedger(), hollow(shape, torch.float32)) == events(Ledger(), torch.randn(shape))
+    taken(lambda: None, lambda _, x: compute(x.requires_grad_()), torch.randn(shape))
