@@ -1,6 +1,6 @@
-"""What the search asks of this project: is a candidate worth a run, what to try first, and what a trial came to.
+"""What this project tells a search: its space, whether a candidate is worth a run, what to try first, what came out.
 
-Named in conf/hydra/sweeper/budget.yaml. All three live in the process of the command, beside its session.
+Named in conf/hydra/sweeper/budget.yaml and conf/search/; all live in the process of the command, beside its session.
 """
 
 from __future__ import annotations
