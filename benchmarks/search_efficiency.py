@@ -179,7 +179,7 @@ def again(bench: Workbench, rows: list[dict[str, Any]]) -> float:
 
 
 def _small(prediction: Prediction) -> Prediction:
-    return replace(prediction, peak=None, at_peak_mib={}, emulations=[])
+    return replace(prediction, peak=None, at_peak_mib={})
 
 
 def tightened(table: dict[str, Any], cap: float) -> dict[str, Any]:

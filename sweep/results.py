@@ -370,7 +370,6 @@ class Prediction:
     recompute_flops_ratio: float = 0.0  # recomputed FLOPs over those of a step without recomputation
     flops_per_step: float = 0.0
     seconds: float = 0.0  # what predicting took
-    emulations: list[str] = field(default_factory=list)  # CUDA behaviours that were emulated, by name
     error_ratio: float | None = None  # predicted over measured peak, less one; set once measured
     peak_phase: str = ""
     peak_operator: str = ""

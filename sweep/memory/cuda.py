@@ -192,12 +192,9 @@ def caveats_of(operators: Iterable[str]) -> list[str]:
 
 
 #: Operators for which CUDA has a kernel of another form than the CPU, that is not emulated.
+_RECURRENT = [f"{kind}.{form}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for form in ("input", "data")]
 REFUSED = {
-    **{
-        f"{kind}.{form}": "cuDNN's recurrent kernels"
-        for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")
-        for form in ("input", "data")
-    },
+    **dict.fromkeys(_RECURRENT, "cuDNN's recurrent kernels"),
     "lstm_cell": "CUDA's fused cell",
     "gru_cell": "CUDA's fused cell",
     "embedding_bag": "CUDA's kernel",
@@ -206,18 +203,6 @@ REFUSED = {
 
 
 FLASH = aten._scaled_dot_product_flash_attention.default
-
-NAMES = (
-    CudaAttention.name,
-    CudaAutocast.name,
-    "dropout: a mask of bytes",
-    "rms_norm: one kernel",
-    "optimizer: foreach by default",
-    "scalars from Python on the host",
-    "cuBLAS: a workspace per thread",
-    "kernels: memory inside of an operator",
-    "code that asks for the device",
-)
 
 
 class CublasWorkspaces:

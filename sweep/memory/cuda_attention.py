@@ -20,6 +20,7 @@ from torch import Tensor
 
 aten = torch.ops.aten
 HALVES = (torch.float16, torch.bfloat16)
+Capability = tuple[int, int]  # compute capability
 
 
 class Backend(Enum):
@@ -30,24 +31,17 @@ class Backend(Enum):
 
 
 def choose(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    causal: bool,
-    grouped: bool,
-    capability: tuple[int, int],
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool, grouped: bool, cc: Capability
 ) -> Backend:
     """The backend that CUDA takes for (batch, heads, length, head size) tensors on this compute capability."""
     checks = {
-        Backend.cudnn: lambda: _cudnn_can(query, key, value, mask, dropout, grouped, capability),
-        Backend.flash: lambda: _flash_can(query, key, value, mask, dropout, causal, grouped, capability),
-        Backend.efficient: lambda: _efficient_can(query, key, value, grouped, capability),
+        Backend.cudnn: lambda: _cudnn_can(q, k, v, dropout, cc),
+        Backend.flash: lambda: _flash_can(q, k, v, mask, dropout, causal, grouped, cc),
+        Backend.efficient: lambda: _efficient_can(q, k, v, grouped, cc),
     }
     order = [Backend.flash, Backend.efficient]
     # check_prefer_cudnn_attention, cuDNN newer than 9.15
-    if capability in ((9, 0), (10, 0), (10, 3)) and not os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED"):
+    if cc in ((9, 0), (10, 0), (10, 3)) and not os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED"):
         order = [Backend.cudnn, *order]
     enabled = {
         Backend.cudnn: torch.backends.cuda.cudnn_sdp_enabled(),
@@ -74,14 +68,7 @@ def _last_stride_is_1(*tensors: Tensor) -> bool:
 
 
 def _flash_can(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    causal: bool,
-    grouped: bool,
-    cc: tuple[int, int],
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool, grouped: bool, cc: Capability
 ) -> bool:
     size = q.shape[-1]
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
@@ -95,7 +82,7 @@ def _flash_can(
     return _last_stride_is_1(q, k, v) and not (causal and q.shape[-2] != k.shape[-2])
 
 
-def _efficient_can(q: Tensor, k: Tensor, v: Tensor, grouped: bool, cc: tuple[int, int]) -> bool:
+def _efficient_can(q: Tensor, k: Tensor, v: Tensor, grouped: bool, cc: Capability) -> bool:
     half = q.dtype in HALVES
     allowed = (torch.float16, torch.bfloat16, torch.float32) if cc >= (8, 0) else (torch.float16, torch.float32)
     if not (5, 0) <= cc <= (12, 1) or q.dtype not in allowed or not q.dtype == k.dtype == v.dtype:
@@ -109,9 +96,7 @@ def _efficient_can(q: Tensor, k: Tensor, v: Tensor, grouped: bool, cc: tuple[int
     return not grouped_heads and _dense(q, k, v, False, False) and all(t.stride(-1) == 1 for t in (q, k, v))
 
 
-def _cudnn_can(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, grouped: bool, cc: tuple[int, int]
-) -> bool:
+def _cudnn_can(q: Tensor, k: Tensor, v: Tensor, dropout: float, cc: Capability) -> bool:
     if not (8, 0) <= cc <= (12, 1) or q.dtype not in HALVES or not q.dtype == k.dtype == v.dtype:
         return False
     limit = 256 if cc == (9, 0) else 192 if cc[0] == 10 and (q.shape[-1], v.shape[-1]) == (192, 128) else 128
@@ -125,8 +110,6 @@ def _cudnn_can(
 
 class CudaAttention:
     """Replaces scaled_dot_product_attention; see the module's docstring."""
-
-    name = "attention: backend as CUDA chooses it, with what that saves"
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self.capability = capability

@@ -63,8 +63,6 @@ def _eligible(value: Any) -> bool:
 class CudaAutocast:
     """Registers the kernels on a library, which the caller destroys."""
 
-    name = "autocast: CUDA's operator lists and weight cache"
-
     def __init__(self) -> None:
         self._casts: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # weights in lower precision, by id
 

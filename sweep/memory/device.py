@@ -227,18 +227,10 @@ class CudaAnswers:
         conf, ledger, index = self.conf, self.ledger, self.device.index
         total = round((conf.capacity_mib or 0.0) * MIB)
         name = (conf.torch_name or conf.name).replace("*", " ").strip()
-        properties = SimpleNamespace(
-            name=name,
-            major=self.capability[0],
-            minor=self.capability[1],
-            total_memory=total,
-            multi_processor_count=conf.multiprocessors or 0,
-            warp_size=32,
-        )
+        major, minor = self.capability
+        shown = {"name": name, "major": major, "minor": minor, "total_memory": total, "warp_size": 32}
+        properties = SimpleNamespace(**shown, multi_processor_count=conf.multiprocessors or 0)
         in_use, peak = (lambda *_: ledger.log.in_use), (lambda *_: ledger.log.peak)
-
-        def bf16(including_emulation: bool = True) -> bool:
-            return including_emulation or self.capability >= (8, 0)
 
         def empty_cache() -> None:
             self._say("the model empties the allocator's cache, which is not replayed")
@@ -270,7 +262,7 @@ class CudaAnswers:
             "get_device_name": lambda *_: name,
             "get_device_properties": lambda *_: properties,
             "get_arch_list": lambda: ["sm_{}{}".format(*self.capability)],
-            "is_bf16_supported": bf16,
+            "is_bf16_supported": lambda including_emulation=True: including_emulation or self.capability >= (8, 0),
             "is_tf32_supported": lambda: self.capability >= (8, 0),
             "mem_get_info": lambda *_: (max(0, total - ledger.log.in_use), total),
             "empty_cache": empty_cache,

@@ -34,7 +34,6 @@ from torch._subclasses.fake_tensor import (
 from torch.utils.flop_counter import flop_registry
 
 from sweep.errors import CannotPredict
-from sweep.memory.allocator import round_up
 from sweep.memory.ledger import Ledger, host
 from sweep.memory.operators import ADD, Effect, Op, Workspace, describe, replaced, storage_id
 from sweep.results import Category, Phase
@@ -140,7 +139,6 @@ class Result:
     """What one resulting tensor looks like. `stride` and `offset` in elements."""
 
     nbytes: int  # of the storage
-    rounded: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -217,7 +215,7 @@ class Forms:
 def _with_workspace(form: Form, nbytes: int) -> Form:
     """The form of an LSTM layer with `nbytes` of workspace as its last result."""
     *results, workspace = form
-    return (*results, replace(workspace, nbytes=nbytes, rounded=round_up(nbytes), shape=(nbytes,), stride=(1,)))
+    return (*results, replace(workspace, nbytes=nbytes, shape=(nbytes,), stride=(1,)))
 
 
 def _with_bags(form: Form, weight: Tensor, indices: Any, offsets: Any, scale: Any = False, mode: int = 0) -> Form:
@@ -228,7 +226,7 @@ def _with_bags(form: Form, weight: Tensor, indices: Any, offsets: Any, scale: An
         return form
     none = mode == 0 and weight.dtype is torch.bfloat16 and weight.stride(1) == 1
     nbytes = 0 if none else bags.nbytes + bags.nbytes // bags.shape[0]
-    bags = replace(bags, nbytes=nbytes, rounded=round_up(nbytes), shape=(0,) if none else bags.shape)
+    bags = replace(bags, nbytes=nbytes, shape=(0,) if none else bags.shape)
     return (out, bags, *others)
 
 
@@ -264,7 +262,7 @@ def _cut_down(result: Result, args: Any, reduction: int | None) -> Result:
         return result
     made = args[0].shape if reduction is None else torch.broadcast_shapes(args[0].shape, args[1].shape)
     nbytes = max(result.nbytes, math.prod(made) * result.dtype.itemsize)
-    return replace(result, nbytes=nbytes, rounded=round_up(nbytes))
+    return replace(result, nbytes=nbytes)
 
 
 def _strides(memory_format: torch.memory_format, shape: Any) -> tuple[int, ...]:
@@ -305,7 +303,7 @@ def _form(item: Any, seen: dict[int, int], made: list[None]) -> Form:
         first = seen.setdefault(storage._cdata, len(made))
         earlier = first if first < len(made) else -1
         made.append(None)
-        return Result(nbytes, round_up(nbytes), tuple(item.shape), tuple(item.stride()), item.dtype, offset, earlier)
+        return Result(nbytes, tuple(item.shape), tuple(item.stride()), item.dtype, offset, earlier)
     if isinstance(item, (list, tuple)):
         return type(item)(_form(i, seen, made) for i in item)
     if isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -507,7 +505,7 @@ class HollowLedger(Ledger):
         shape = (len(one), *padded.shape[2:])
         nbytes = math.prod(shape) * padded.element_size()
         like = torch.empty(shape, device="meta").stride()
-        data = self._new(Result(nbytes, round_up(nbytes), shape, like, padded.dtype, 0), op.name)
+        data = self._new(Result(nbytes, shape, like, padded.dtype, 0), op.name)
         self.keep_real(sizes)
         if self.sides:
             return data, sizes  # on the host
@@ -616,7 +614,7 @@ class HollowLedger(Ledger):
         tensor, storage = make(result.nbytes, result.shape, result.stride, result.dtype, result.offset)
         if result.nbytes:
             in_data = Category.input if self._in_data else Category.temporary
-            self._watch(storage, result.rounded, Category.host if host.depth else in_data, operator)
+            self._watch(storage, result.nbytes, Category.host if host.depth else in_data, operator)
         return tensor
 
     def _made(self, form: Form, operator: str, made: list[Tensor]) -> Any:

@@ -359,14 +359,11 @@ class Ledger:
     def allocate(
         self, nbytes: int, operator: str, category: Category = Category.temporary, module: str | None = None
     ) -> int:
-        """Count `nbytes` that no tensor stands for, such as a library's workspace. Returns the id for `free`."""
+        """Count `nbytes` that no tensor stands for, such as a library's workspace. Returns its id in the log."""
         id = self._record(round_up(nbytes), category, operator)
         if module is not None:
             self.log.module[id], self.log.node[id], self.log.forward[id] = module, NO_NODE, False
         return id
-
-    def free(self, id: int) -> None:
-        self.log.end(id)
 
     def keep(self, tensor: Tensor) -> int | None:
         """Count a tensor's storage until `let_go`, as if someone held it. Returns its id, None: it is not counted."""

@@ -39,7 +39,7 @@ from sweep.config.device import (
 from sweep.config.schema import Config, DeviceConf, Granularity, Placement, WorkloadConf, plain
 from sweep.errors import CannotPredict
 from sweep.memory.allocator import CachingAllocator, make_allocator
-from sweep.memory.cuda import NAMES, CublasWorkspaces, caveats_of, cuda_workspaces, emulated_cuda
+from sweep.memory.cuda import CublasWorkspaces, caveats_of, cuda_workspaces, emulated_cuda
 from sweep.memory.device import CudaAnswers, resolve_device
 from sweep.memory.hollow import CPU, REAL_INTEGERS, HollowLedger, hollow
 from sweep.outcomes import one_line
@@ -513,7 +513,6 @@ def _on_cuda(run: HollowRun, device: DeviceConf, options: AllocatorOptions) -> P
     prediction.fits = fits
     prediction.headroom_mib = None if capacity is None else capacity / MIB - prediction.reserved_mib
     prediction.context_mib = device.context_mib or 0.0
-    prediction.emulations = list(NAMES)
     prediction.caveats += run.answers.caveats if run.answers is not None else []
     prediction.caveats += caveats_of(op.name for op in run.ledger.operators)
     unread = environment_alloc_conf()[1]

@@ -458,7 +458,7 @@ def test_workspaces_are_inside_the_operator() -> None:
         assert ledger.log.peak == 2 * size(1000) + 512 + 1024
         id = ledger.allocate(700, "workspace")
         assert ledger.log.in_use == 2 * size(1000) + 1024
-        ledger.free(id)
+        ledger.log.end(id)
     del y
 
 
