@@ -97,21 +97,13 @@ def test_tensors_made_before_are_not_counted() -> None:
     before = torch.ones(1000)
     with Ledger() as ledger:
         before.add_(1)
-        view = before.view(10, 100)
+        view = torch.ops.aten._unsafe_view(before.view(10, 100), [20, 50])
         torch.add(before, 1, out=before)
         before.resize_(10, 100)
         assert ledger.log.in_use == 0
         new = before + 1
         assert ledger.log.in_use == size(1000)
     del view, new
-
-
-def test_unsafe_view_of_an_earlier_tensor_is_not_new() -> None:
-    before = torch.ones(1000)
-    with Ledger() as ledger:
-        view = torch.ops.aten._unsafe_view(before, [10, 100])
-        assert ledger.log.in_use == 0
-    del view
 
 
 def test_a_storage_that_only_the_graph_holds_stays() -> None:
@@ -176,6 +168,9 @@ def test_linear_by_hand() -> None:
     }
     assert peak.phase == "backward"
     assert peak.largest[0].name == "weight"
+    gradients = [e for e in events(ledger) if e.category == "gradient" and e.kind == "malloc"]
+    assert {(e.operator, e.phase) for e in gradients} == {("aten.mm", "backward"), ("aten.sum", "backward")}
+    assert {ledger.log.owner[e.id] for e in gradients} == {"weight", "bias"}
     assert peak.phase_peaks_mib["forward"] * MIB == parameters + size(800) + size(2400) + 512
     forward = {c: round(mib * MIB) for c, mib in peak.at_phase_peak_mib["forward"].items()}
     # The sum's input is gone before anything could have been kept for backward.
@@ -205,18 +200,6 @@ def test_mlp_activations_and_module_names() -> None:
     # not.
     assert at_peak(peak)["activation"] == 512 and at_peak(peak)["temporary"] == size(16 * 512) + 512
     assert (peak.phase, peak.operator, peak.module) == ("backward", "aten.sum", "0")
-
-
-def test_gradient_category_is_found_afterwards() -> None:
-    model = nn.Linear(100, 300)
-    with Ledger() as ledger:
-        ledger.track(model)
-        step(ledger, model, [lambda: torch.ones(8, 100)])
-    kinds = {(e.category, e.operator, e.phase) for e in events(ledger) if e.kind == "malloc"}
-    assert ("gradient", "aten.mm", "backward") in kinds
-    assert ("gradient", "aten.sum", "backward") in kinds
-    names = {ledger.log.owner[e.id] for e in events(ledger) if e.category == "gradient"}
-    assert names == {"weight", "bias"}
 
 
 @pytest.mark.parametrize("foreach", [False, True])
@@ -388,11 +371,8 @@ def test_capacity_raises_and_leaves_a_clean_state() -> None:
             model(torch.ones(8, 1000))
         assert ledger.log.in_use == one
     assert ledger.log.peak <= one + size(8 * 1000) * 2 + 1024
-
-
-def test_a_failed_track_says_what_is_missing() -> None:
     with pytest.raises(DeviceOutOfMemory, match="0.00 MiB of 0.01 MiB"):
-        Ledger(capacity_bytes=8192).track(nn.Linear(1000, 1000))
+        Ledger(capacity_bytes=8192).track(model)
 
 
 def test_what_is_alive_at_the_peak_of_each_phase_adds_up_to_it() -> None:
