@@ -65,11 +65,8 @@ class AllocatorOptions:
 
 def completed(conf: DeviceConf) -> DeviceConf:
     """A CUDA device with what follows by rule filled in; values that were given stay."""
-    return replace(
-        conf,
-        cublas_workspace_mib=cublas_workspace_mib(conf),
-        alloc_conf=conf.alloc_conf or environment_alloc_conf()[0],
-    )
+    alloc_conf = conf.alloc_conf or environment_alloc_conf()[0]
+    return replace(conf, cublas_workspace_mib=cublas_workspace_mib(conf), alloc_conf=alloc_conf)
 
 
 def environment_alloc_conf() -> tuple[str, str]:

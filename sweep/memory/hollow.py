@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils.flop_counter import flop_registry
 
 from sweep.errors import CannotPredict
-from sweep.memory.ledger import Ledger, host
+from sweep.memory.ledger import Ledger, host, host_memory
 from sweep.memory.operators import ADD, Effect, Op, Workspace, describe, replaced, storage_id
 from sweep.results import Category, Phase
 
@@ -554,14 +554,10 @@ class HollowLedger(Ledger):
                 wanted, kwargs = True, {**kwargs, "device": CPU}
             if kwargs.get("pin_memory"):
                 kwargs = {**kwargs, "pin_memory": False}
-        depth = host.depth
         if wanted is None:
-            wanted = depth == 0 and self._side_of(args, kwargs)
-        host.depth = 0 if wanted else 1
-        try:
+            wanted = host.depth == 0 and self._side_of(args, kwargs)
+        with host_memory(not wanted):
             return self._result(op, func, args, kwargs)
-        finally:
-            host.depth = depth
 
     def _side_of(self, args: Any, kwargs: Any) -> bool:
         tensors = False

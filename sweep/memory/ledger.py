@@ -242,13 +242,16 @@ host = _Host()
 
 
 @contextmanager
-def host_memory() -> Iterator[None]:
-    """What this thread allocates in here are host copies: not counted on the device, their peak reported beside it."""
-    host.depth += 1
+def host_memory(inside: bool = True) -> Iterator[None]:
+    """What this thread allocates in here are host copies: not counted on the device, their peak reported beside it.
+
+    inside: False: it is the device's again.
+    """
+    before, host.depth = host.depth, host.depth + 1 if inside else 0
     try:
         yield
     finally:
-        host.depth -= 1
+        host.depth = before
 
 
 class ModuleNames:
