@@ -24,7 +24,7 @@ from sweep.repeats import repeat_in_turn
 from sweep.report import read_sweep
 from sweep.results import Conditions, Run, TrialResult, read_trial, to_dict
 from sweep.session import Session
-from sweep.tracking.runs import repeat_metrics_of
+from sweep.tracking.values import repeat_metrics_of
 from sweep.trial.process import run_isolated_repeat
 from sweep.trial.trial import run_repeat, run_trial, save
 
@@ -88,7 +88,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, strategy: str, index: int, error: C
             def fail(*_: Any, **__: Any) -> None:
                 raise found
 
-            inside.setattr("sweep.trial.measure.run_step", fail)
+            inside.setattr("sweep.strategy.run_step", fail)
             return run_repeat(c, i, **more)
 
     monkeypatch.setattr(module, "run_repeat", broken)

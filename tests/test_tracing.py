@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from made_up import sweep_of_six, trial
 from rich.console import Console
 from small_workloads import TOKENS, config
 
@@ -22,7 +23,6 @@ from sweep.session import FOLDER, chosen, files_of, trace_chosen
 from sweep.trial.process import run_isolated_trace
 from sweep.trial.profile import STEPS
 from sweep.trial.trial import run_trial, save
-from tests.made_up import sweep_of_six, trial
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = {"trace.json.gz", "memory_timeline.png", "memory_timeline.json"}

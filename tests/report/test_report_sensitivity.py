@@ -213,7 +213,6 @@ def test_the_present_budget_is_marked_and_the_changes_come_first() -> None:
     assert "*: the sweep's own budget." in text
     changes = "micro_batch stays the choice from 128.0 up to 312.4 MiB; with 312.4 MiB or more, baseline"
     assert text.index("Now: accept micro_batch") < text.index(changes) < text.index("The choice under each")
-    assert "on this CPU: memory is the ledger's, times are this CPU's" in text
     (table,) = (b for b in survey_blocks(found) if isinstance(b, Table))
     assert render([table]).count("\n") == 5 * 4 + 2
 

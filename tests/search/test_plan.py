@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from small_workloads import config
 
 from sweep.config.schema import (
     CheckpointConf,
@@ -32,7 +33,6 @@ from sweep.search.study import Record
 from sweep.trial.measure import no_progress
 from sweep.trial.process import call
 from sweep.trial.trial import describe
-from tests.small_workloads import config
 
 WHOLE = 8
 

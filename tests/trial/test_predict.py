@@ -310,7 +310,7 @@ def test_seventy_billion_parameters_in_two_gib_of_host_memory() -> None:
     script = f"""
 import resource, sys
 sys.path[:0] = {sys.path!r}
-from tests.test_predict import config
+from test_predict import config
 from sweep.trial.predict import predict
 conf = config("workload=llama_1b", "device=h200", "workload.global_batch_size=1", "workload.model.d_model=8192",
     "workload.model.layers=80", "workload.model.heads=64", "workload.model.d_ff=28672", "workload.model.tied=false")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from small_workloads import config
 from torch import nn
 
 from sweep.config.device import load_profile
@@ -30,7 +31,6 @@ from sweep.report import judge
 from sweep.session import Session, State, now
 from sweep.trial.check import check_known
 from sweep.trial.trial import run_trial
-from tests.small_workloads import config
 
 BLOCKS, SELECTIVE, SEGMENTS = Granularity.blocks, Granularity.selective, Granularity.segments
 IN_BLOCKS, SAVE_ON_CPU = Placement.blocks, OffloadImplementation.save_on_cpu
