@@ -426,30 +426,16 @@ def why(section: Section) -> list[Block]:
     if not explained and not causes:
         return [Text("Not known: there are not two trials with a peak to compare (0 explanations).")]
     lines = [("", says(section, line)) for line in causes]
-    told = next((r for r in explained if r is section.preferred), None)
-    others = [("", _told(r)) for r in explained if r is not told]
-    if len(others) > MOST_TRIALS:
-        others = [*others[:MOST_TRIALS], ("", f"{len(others) - MOST_TRIALS} more are in report.json.")]
     findings = [(f"{name}:", sentence(line, first=False)) for name, line in finding_lines(section)]
     return [
         Points(lines[:MOST_LINES], per_trial=True),
         Points(lines[MOST_LINES:], "And", DETAIL, per_trial=True),
-        *([Text(_told(told))] if told is not None else []),
-        Picture("peak_change", "The change of the peak, taken apart"),
+        Points([("", says(section, line)) for line in _of_the_preferred(section)]),
         *_changes(section, "peak"),
-        Picture("time_change", "The change of the step time, taken apart"),
         *_changes(section, "time"),
-        Points(others, "The other trials", DETAIL, per_trial=True),
         Points(findings, "What does not add up, or surprises", USEFUL),
         *_traces(section),
     ]
-
-
-def _told(row: Row) -> str:
-    """A trial's explanation, which begins with its name."""
-    assert row.explanation is not None
-    words = " ".join(phrases.explanation(row.explanation))
-    return words if words.startswith(row.name) else f"{row.name}: {words}"
 
 
 def finding_lines(section: Section) -> list[tuple[str, str]]:
@@ -465,20 +451,25 @@ def finding_lines(section: Section) -> list[tuple[str, str]]:
 
 def because(section: Section) -> list[str]:
     """Why, in a line or two: what changed at the preferred trial's peak and in its step, else what the trials share."""
+    lines = [] if section.predicts else _of_the_preferred(section, 3)
+    # What fills the baseline's peak is shown beside this already.
+    shared = phrases.causes(section.causes)[section.causes.baseline is not None :]
+    return lines or shared[: 4 if section.predicts else 2]
+
+
+def _of_the_preferred(section: Section, most: int | None = None) -> list[str]:
+    """What changed at the preferred trial's peak and in its step against the baseline; [] where it is the baseline."""
     row = section.preferred
-    told = row.explanation if row is not None else None
-    if row is None or told is None or section.predicts:
-        # What fills the baseline's peak is shown beside this already.
-        shared = phrases.causes(section.causes)[section.causes.baseline is not None :]
-        return shared[: 4 if section.predicts else 2]
-    lines = []
+    if row is None or row.explanation is None:
+        return []
+    told, lines = row.explanation, []
     if told.peak is not None:
         before, after = phrases.moment(told.before), phrases.moment(told.after)
         where = f"from {before} to {after}" if told.before != told.after else f"in {after} as before"
-        lines.append(f"peak {signed(told.peak.total)} MiB, {where}: {phrases.parts(told.peak, 3) or NOT_KNOWN}")
+        lines.append(f"peak {signed(told.peak.total)} MiB, {where}: {phrases.parts(told.peak, most) or NOT_KNOWN}")
     if told.time is not None and not (row.decision.step is not None and row.decision.step.none):
-        lines.append(f"step {signed(told.time.total)} ms: {phrases.parts(told.time, 3) or NOT_KNOWN}")
-    return lines
+        lines.append(f"step {signed(told.time.total)} ms: {phrases.parts(told.time, most) or NOT_KNOWN}")
+    return lines if most is not None else lines + [phrases.note(n) for n in told.notes]
 
 
 def _changes(section: Section, which: str) -> list[Block]:
@@ -504,7 +495,9 @@ def _changes(section: Section, which: str) -> list[Block]:
     what = "Peak" if which == "peak" else "Step time"
     table.title = f"{what} in {changes[0][1].unit}: before + parts + what is not explained = after ({how})"
     table.rank, table.importance = DETAIL, list(range(len(rows)))
-    return [table]
+    rounded = any(r.explanation.total_by != "ledger" and change.residual for r, change in changes if r.explanation)
+    why = "Not explained: CUDA's allocator rounds up and keeps blocks whole; the parts are the ledger's."
+    return [table, *([Text(why, rank=DETAIL)] if which == "peak" and rounded else [])]
 
 
 def change_of(row: Row, which: str) -> Change | None:

@@ -32,7 +32,6 @@ from sweep.results import (
     Decision,
     Drift,
     Evidence,
-    Explanation,
     Finding,
     Moment,
     Outcome,
@@ -813,50 +812,6 @@ def parts(change: Change, most: int | None = None) -> str:
     least = WORTH_SAYING * max([abs(change.total), *(abs(p.value) for p in change.parts)])
     told = [f"{part(p.name)} {signed(p.value, change.unit)}" for p in change.parts if abs(p.value) > least]
     return ", ".join(told[:most])
-
-
-def explanation(e: Explanation) -> list[str]:
-    """Why a trial's peak and step time differ from the baseline's: whole sentences, most important first."""
-    return (_peak(e, e.peak) if e.peak is not None else []) + (_time(e, e.time) if e.time is not None else []) + [
-        note(n) for n in e.notes
-    ]  # fmt: skip
-
-
-def _peak(e: Explanation, change: Change) -> list[str]:
-    predicted = e.evidence == Evidence.predicted.value
-    how = "" if predicted else f" ({_how(e.evidence)})"
-    if abs(change.total) <= 1e-3 * change.before:
-        verb = "is predicted to leave" if predicted else "leaves"
-        words = [f"{e.candidate} {verb} the peak where it is, at {mib(change.after)}{how}."]
-    else:
-        stem = "lower" if change.total < 0 else "raise"
-        verb = f"is predicted to {stem}" if predicted else f"{stem}s"
-        share = f" ({percent(abs(change.total) / change.before)})" if change.before else ""
-        by = f"{mib(abs(change.total))}{share}, from {mib(change.before)} to {mib(change.after)}"
-        words = [f"{e.candidate} {verb} the peak by {by}{how}."]
-    if e.before == e.after:
-        words.append(f"The peak stays in {moment(e.after)}.")
-    else:
-        words.append(f"The peak moved from {moment(e.before)} to {moment(e.after)}.")
-    words += [f"By what is alive there: {told}."] if (told := parts(change)) else []
-    if e.total_by != "ledger" and change.residual:
-        share = f" ({percent(abs(change.residual / change.total))} of the change)" if change.total else ""
-        whose = {"allocator": "CUDA's allocator's", "replay": "the replayed allocator's"}[e.total_by]
-        words.append(
-            f"{mib(abs(change.residual))}{share} are in no part: the total is {whose}, which rounds up and keeps "
-            "blocks whole; the parts are the ledger's."
-        )
-    return words
-
-
-def _time(e: Explanation, change: Change) -> list[str]:
-    took = f"{ms(change.after)} instead of {ms(change.before)}"
-    if e.quiet:
-        return [f"The step times cannot be told apart: {took}, a difference inside the noise ({_how(e.evidence)})."]
-    longer = "longer" if change.total > 0 else "shorter"
-    factor = f", {ratio(change.after / change.before)}" if change.before else ""
-    words = [f"A step takes {ms(abs(change.total))} {longer}: {took}{factor} ({_how(e.evidence)})."]
-    return words + ([f"By part: {told}."] if (told := parts(change)) else [])
 
 
 def note(n: Finding) -> str:

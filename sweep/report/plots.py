@@ -19,13 +19,12 @@ from matplotlib.transforms import Bbox
 from sweep.decide.budgets import MEMORY, THROUGHPUT_RATIO, Area, Axis
 from sweep.decide.causes import parts_of
 from sweep.decide.statistics import Curves, curves
-from sweep.format import EVIDENCE_SHORT, count, mib, number
+from sweep.format import EVIDENCE_SHORT, count, mib
 from sweep.report.budgets import FLOORS, GATES, Survey
-from sweep.report.content import SMALL, change_of, moment_words, signed
+from sweep.report.content import moment_words
 from sweep.report.data import Report, Row, Section
 from sweep.report.phrases import PART_WORDS, shown
-from sweep.report.phrases import part as part_words
-from sweep.results import Category, Change, Evidence, Part, Phase, Timeline, Verdict
+from sweep.results import Category, Evidence, Phase, Timeline, Verdict
 
 #: Okabe and Ito's palette, which the colour-blind can tell apart.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
@@ -51,11 +50,10 @@ PHASE_COLOURS = {
     Phase.transfer.value: "#000000",
     Phase.optimizer.value: "#009E73",
 }
-BEFORE, AFTER, LESS, MORE, RESIDUAL = "#8c8c8c", "#404040", "#009E73", "#D55E00", "#F0E442"
 #: A cap or a predicted peak beyond this many times the largest measured one would squeeze the points together.
 FAR = 2.5
-#: Curves, panels, bars and names that can still be told apart; parts of a change.
-MOST, MOST_BARS, MOST_PARTS = 12, 30, 6
+#: Curves, names and bars that can still be told apart.
+MOST, MOST_BARS = 12, 30
 
 
 def draw(report: Report) -> list[Path]:
@@ -218,69 +216,6 @@ def _draw_held_out(axes: Axes, section: Section, found: Sequence[tuple[Row, Curv
     axes.grid(axis="x", alpha=0.25)
 
 
-# -- what changed against the baseline --------------------------------------------------------------------------------
-
-
-def changes(section: Section, which: str) -> Figure | None:
-    """which: "peak" (MiB) or "time" (ms). None where no candidate's change is known."""
-    ordered = sorted(section.candidates, key=lambda r: r is not section.preferred)
-    found = [(r, c) for r in ordered if (c := change_of(r, which)) is not None]
-    if not found:
-        return None
-    left_out, found = _left_out(len(found), MOST), found[:MOST]
-    bars = [bars_of(c) for _, c in found]
-    columns = min(2, len(found))
-    heights = [0.7 + 0.26 * max(map(len, bars[i : i + columns])) for i in range(0, len(bars), columns)]
-    figure = _figure(5 + 4.2 * (columns - 1), 1.1 + sum(heights))
-    grid = figure.add_gridspec(len(heights), columns, height_ratios=heights)
-    ends = [end for own in bars for _, start, length, _ in own for end in (start, start + length)]
-    low, high = min(ends), max(ends)
-    for i, ((row, change), own) in enumerate(zip(found, bars)):
-        axes = figure.add_subplot(grid[i // columns, i % columns])
-        _draw_bars(axes, own, change.unit)
-        axes.set_xlim(low, low + 1.24 * (high - low) if high > low else 1.0)
-        axes.set_ylim((heights[i // columns] - 0.7) / 0.26 - 0.5, -0.5)
-        step = row.decision.step
-        noise = "; inside the noise" if which == "time" and step is not None and step.none else ""
-        evidence = row.explanation.evidence if row.explanation is not None else row.result.evidence
-        title = f"{_label(section, row)}: {EVIDENCE_SHORT.get(evidence, evidence)}{noise}"
-        axes.set_title(title, fontsize=9, loc="left")
-        if i + columns >= len(found):
-            axes.set_xlabel(f"{'peak' if which == 'peak' else 'step time'}, {change.unit}", fontsize=9)
-    what = "change of the peak" if which == "peak" else "change of the step time"
-    figure.suptitle(f"{section.title}: {what} against the baseline{left_out}", fontsize=11)
-    return figure
-
-
-def bars_of(change: Change) -> list[tuple[str, float, float, str]]:
-    """Name, start, length and colour of each bar, from the value before to the one after; small parts together."""
-    size = max([abs(change.total), *(abs(p.value) for p in change.parts), abs(change.residual)])
-    large = [p for p in change.parts if abs(p.value) > SMALL * size][:MOST_PARTS]
-    rest = sum(p.value for p in change.parts if p not in large)
-    parts = [*large, *([Part("smaller parts", rest)] if abs(rest) > SMALL * size / 10 else [])]
-    bars = [("before", 0.0, change.before, BEFORE)]
-    at = change.before
-    for part in parts:
-        bars.append((part_words(part.name), at, part.value, LESS if part.value < 0 else MORE))
-        at += part.value
-    if abs(change.after - at) > SMALL * size or not change.closes:
-        bars.append(("not explained", at, change.after - at, RESIDUAL))
-    return [*bars, ("after", 0.0, change.after, AFTER)]
-
-
-def _draw_bars(axes: Axes, bars: list[tuple[str, float, float, str]], unit: str) -> None:
-    for y, (name, start, length, colour) in enumerate(bars):
-        axes.barh(y, length, left=start, color=colour, height=0.62, edgecolor="black", linewidth=0.4)
-        if y + 1 < len(bars):  # the level that the next bar begins at
-            axes.plot([start + length] * 2, [y + 0.31, y + 0.69], color="black", linewidth=0.6)
-        words = f"{number(length) if name in ('before', 'after') else signed(length)} {unit}"
-        end = (max(start, start + length), y)
-        axes.annotate(words, end, xytext=(3, 0), textcoords="offset points", va="center", fontsize=7.5)
-    axes.set_yticks(range(len(bars)), [name for name, *_ in bars], fontsize=8)
-    axes.tick_params(axis="x", labelsize=8)
-    axes.grid(axis="x", alpha=0.25)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 # -- which trial under which budget -----------------------------------------------------------------------------------
@@ -602,8 +537,6 @@ def over_a_step(found: Timeline, title: str) -> Figure:
 PICTURES: dict[str, Callable[[Section], Figure | None]] = {
     "pareto": pareto,
     "at_peak": at_peak,
-    "peak_change": lambda section: changes(section, "peak"),
-    "time_change": lambda section: changes(section, "time"),
     "loss": losses,
     "budgets": budgets,
 }

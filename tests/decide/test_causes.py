@@ -100,12 +100,6 @@ def test_on_a_cpu_the_parts_sum_to_the_change_exactly_the_largest_first() -> Non
     assert (found.peak.parts[0].before, found.peak.parts[0].after) == (130.0, 5.0)
     assert found.before == Moment("backward", "aten._log_softmax_backward_data", "head")
     assert from_dict(Explanation, to_dict(found)) == found
-    assert phrases.explanation(found)[:3] == [
-        "checkpoint lowers the peak by 110.0 MiB (37 %), from 300.0 MiB to 190.0 MiB (on this CPU).",
-        "The peak moved from backward (_log_softmax_backward_data of head) to backward (mm of blocks.3.mlp).",
-        "By what is alive there: activations -125.0 MiB, recomputed activations +20.0 MiB, temporaries -14.0 MiB, "
-        "gradients +5.0 MiB, tensors brought back +4.0 MiB.",
-    ]
 
 
 def test_temporaries_of_the_optimizer_are_a_part_of_their_own_whether_their_phases_were_recorded_or_not() -> None:
@@ -124,7 +118,6 @@ def test_on_cuda_the_total_is_the_allocators_and_five_percent_may_be_in_no_part(
     assert found.peak is not None and found.total_by == "allocator"
     assert found.peak.residual == pytest.approx(more) and found.peak.closes is closes
     assert ("peak_not_closed" in codes(found)) is not closes
-    assert any("are in no part: the total is CUDA's allocator's" in line for line in phrases.explanation(found))
 
 
 def test_activations_that_are_gone_and_save_little_are_a_finding() -> None:
@@ -137,7 +130,6 @@ def test_a_prediction_is_explained_from_its_own_peak_and_never_worded_as_a_gain(
     found = explain_pair(predicted("baseline", BEFORE, 303.0), predicted("checkpoint", IN_OPTIMIZER, 254.0))
     assert (found.evidence, found.total_by, found.time) == ("predicted", "replay", None)
     assert found.peak is not None and (found.peak.total, found.peak.residual) == (-49.0, pytest.approx(-1.0))
-    assert phrases.explanation(found)[0].startswith("checkpoint is predicted to lower the peak by 49.0 MiB (16 %)")
     exact = explain_pair(predicted("baseline", BEFORE), predicted("checkpoint", RECOMPUTING))
     assert exact.peak is not None and exact.peak.residual == 0 and exact.total_by == "ledger"
     old = prediction(300.0, peak=BEFORE)
@@ -242,14 +234,11 @@ def test_noise_is_that_of_both_medians() -> None:
     assert noise_ms(a, b) == pytest.approx(1.96 * 2**0.5 * 0.929 * 4 / 15**0.5, rel=1e-3)
 
 
-def test_a_difference_inside_the_noise_has_no_parts_in_words() -> None:
+def test_a_difference_inside_the_noise_is_quiet() -> None:
     candidate = timed("checkpoint", PHASES | {"recompute": 28.0})
     found = explained(candidate, step=Difference(1.28, 0.97, 1.4, none=True))
     assert found.quiet
-    assert "The step times cannot be told apart" in phrases.explanation(found)[-1]
-    lines = phrases.explanation(explained(candidate, step=Difference(1.28, 1.2, 1.4, none=False)))
-    assert "A step takes 28.0 ms longer: 128.0 ms instead of 100.0 ms, 1.28x (on this CPU)." in lines
-    assert "By part: recomputation +28.0 ms." in lines
+    assert not explained(candidate, step=Difference(1.28, 1.2, 1.4, none=False)).quiet
 
 
 def traced(operators: int, **changes: Any) -> Trace:
@@ -301,7 +290,7 @@ def test_what_was_not_run_has_no_time_and_says_what_is_known() -> None:
     cost = {"recompute_flops_ratio": 0.3, "to_host_mib": 100.0, "from_host_mib": 100.0, "transfer_round_trip_ms": 8.0}
     found = explain_pair(predicted("baseline", BEFORE), predicted("hybrid", RECOMPUTING, **cost))
     assert found.time is None
-    assert phrases.explanation(found)[-1] == (
+    assert phrases.note(found.notes[-1]) == (
         "What it costs in time is not known, since nothing was run; theoretically 30 % of a step's FLOPs are computed "
         "again, and 200.0 MiB are moved a step (8.0 ms at the link's bandwidth)."
     )

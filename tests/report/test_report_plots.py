@@ -13,65 +13,12 @@ from report_parts import written
 
 from sweep.config.schema import BudgetConf
 from sweep.report.data import Section
-from sweep.report.plots import LESS, MORE, MOST, bars_of, changes, front, losses, pareto, short
-from sweep.results import Change, Part, TrialResult
+from sweep.report.plots import front, losses, pareto, short
+from sweep.results import TrialResult
 
 
 def section(results: list[TrialResult]) -> Section:
     return made_section(results, BudgetConf(memory_mib=200))
-
-
-def test_a_waterfall_leads_from_before_to_after() -> None:
-    parts = [Part("activations", -230.0), Part("temporaries", 60.0), Part("gradients", 0.5), Part("inputs", 0.4)]
-    bars = bars_of(Change("MiB", 300.0, 141.0, -159.0, parts, residual=10.1))
-    assert [b[0] for b in bars] == ["before", "activations", "temporaries", "smaller parts", "not explained", "after"]
-    at = 0.0
-    for name, start, length, colour in bars[:-1]:
-        assert start == pytest.approx(at), name
-        at = start + length
-        assert colour != MORE or length > 0
-        assert colour != LESS or length < 0
-    assert at == pytest.approx(bars[-1][2]) == pytest.approx(141.0)
-
-
-def test_many_small_parts_are_one_bar() -> None:
-    parts = [Part("activations", -100.0), *(Part(f"part {i}", 0.9) for i in range(10))]
-    names = [b[0] for b in bars_of(Change("MiB", 300.0, 209.0, -91.0, parts))]
-    assert names == ["before", "activations", "smaller parts", "after"]
-
-
-def test_each_candidate_has_a_panel_with_its_numbers_and_evidence() -> None:
-    made = section(sweep_over_seeds())
-    for which, unit in (("peak", "MiB"), ("time", "ms")):
-        figure = changes(made, which)
-        assert figure is not None
-        assert len(figure.axes) == 5
-        titles = [axes.get_title(loc="left") for axes in figure.axes]
-        assert titles[0].startswith("micro_batch (preferred): on this CPU")
-        assert all("on this CPU" in title for title in titles)
-        for axes in figure.axes:
-            words = [t.get_text() for t in axes.texts]
-            assert len(words) == len(axes.patches)
-            assert all(w.endswith(f" {unit}") for w in words)
-        assert len({axes.get_xlim() for axes in figure.axes}) == 1  # one scale for all
-        assert figure.axes[-1].get_xlabel().endswith(unit)
-
-
-def test_no_more_panels_than_can_be_read() -> None:
-    results = sweep_over_seeds()
-    for i in range(20):
-        more = copy.deepcopy(results[2])
-        more.name = f"checkpoint {i}"
-        results.append(more)
-    figure = changes(section(results), "peak")
-    assert figure is not None
-    assert len(figure.axes) == MOST
-    assert figure.get_suptitle().endswith("; 13 more trials not shown")
-
-
-def test_without_anything_to_compare_there_is_no_waterfall() -> None:
-    assert changes(section([trial("baseline", 300.0)]), "peak") is None
-    assert changes(section(sweep_of_six()[1:]), "time") is None
 
 
 def test_curves_are_drawn_against_the_baselines_band_and_held_out_loss_with_intervals() -> None:
@@ -150,10 +97,10 @@ def did_not_run() -> list[TrialResult]:
 @pytest.mark.parametrize(
     ("results", "expected"),
     [
-        (sweep_of_six(), ["pareto", "at_peak", "peak_change", "time_change", "loss", "budgets"]),
+        (sweep_of_six(), ["pareto", "at_peak", "loss", "budgets"]),
         (
             [trial(r.name, r.peak_mib, mode="predict", evidence="predicted") for r in sweep_of_six()],
-            ["at_peak", "peak_change", "budgets"],
+            ["at_peak", "budgets"],
         ),
         ([trial("baseline", 312.4, 118.2)], ["pareto", "at_peak"]),
         ([trial(n, outcome="oom_device") for n in ("baseline", "hybrid")], []),
