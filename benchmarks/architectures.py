@@ -33,8 +33,7 @@ from benchmarks.architectures_zoo import ZOO, Architecture  # noqa: E402
 from sweep.config.check import typed  # noqa: E402
 from sweep.config.schema import Config  # noqa: E402
 from sweep.environment import environment  # noqa: E402
-from sweep.errors import SweepError  # noqa: E402
-from sweep.outcomes import one_line  # noqa: E402
+from sweep.errors import SweepError, one_line  # noqa: E402
 from sweep.results import write_json  # noqa: E402
 from sweep.trial.measure import memory_pass  # noqa: E402
 from sweep.trial.predict import predict  # noqa: E402

@@ -37,9 +37,8 @@ from sweep.config.schema import Config  # noqa: E402
 from sweep.config.strategy_names import is_baseline, kind_of, strategy_at  # noqa: E402
 from sweep.results import Outcome, Prediction, from_dict, to_dict, write_json  # noqa: E402
 from sweep.search.candidate import Answer, Job  # noqa: E402
-from sweep.search.forecast import Forecast, signature  # noqa: E402
 from sweep.search.loop import Search, Settings, quiet_optuna  # noqa: E402
-from sweep.search.plan import Candidate, Line, Pieces, make_plan, measure_pieces, rank  # noqa: E402
+from sweep.search.plan import Candidate, Forecast, Line, Pieces, make_plan, measure_pieces, rank, signature  # noqa: E402  # noqa: E402
 from sweep.search.preflight import Preflight, Suggest  # noqa: E402
 from sweep.search.space import Space, read_space  # noqa: E402
 from sweep.search.study import Sampler, open_storage  # noqa: E402

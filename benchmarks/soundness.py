@@ -36,7 +36,7 @@ import sweep.workload.step as step_module  # noqa: E402
 from sweep.config.schema import Dtype  # noqa: E402
 from sweep.environment import environment  # noqa: E402
 from sweep.results import Verification, write_json  # noqa: E402
-from sweep.strategy.copier import PlainCopier  # noqa: E402
+from sweep.strategy.offload import PlainCopier  # noqa: E402
 from sweep.workload import Workload  # noqa: E402
 from sweep.workload.step import StepResult, run_step, split, update  # noqa: E402
 

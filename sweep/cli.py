@@ -45,7 +45,7 @@ from sweep.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINA
 from sweep.interrupts import Terminated, ended_by_signals, whole
 
 if TYPE_CHECKING:
-    from sweep.diagnose.facts import Diagnosis
+    from sweep.diagnose.advice import Diagnosis
     from sweep.results import TrialResult
     from sweep.session import Session
 

@@ -30,12 +30,11 @@ from sweep.config.strategy_names import (
     without_search,
 )
 from sweep.decide.verdict import grouped
-from sweep.diagnose.facts import Diagnosis
-from sweep.diagnose.job import diagnoses_in, print_all, run_diagnosis
-from sweep.errors import EXIT_NOTHING_FEASIBLE, EXIT_OK, BadInput, DoesNotFit
+from sweep.diagnose import diagnoses_in, print_all, run_diagnosis
+from sweep.diagnose.advice import Diagnosis
+from sweep.errors import EXIT_NOTHING_FEASIBLE, EXIT_OK, BadInput, DoesNotFit, one_line
 from sweep.interrupts import whole
 from sweep.memory.device import resolve_device
-from sweep.outcomes import one_line
 from sweep.progress import Display
 from sweep.repeats import in_own_process, repeat_in_turn
 from sweep.report import STATE, Judged, judge, phrases, print_report, report_console, single_line, write_report

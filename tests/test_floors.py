@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 #: Rooms by floor, the lowest first: folders of sweep/, or the files that stand directly in it.
 FLOORS = [
-    ["errors", "interrupts", "results", "outcomes", "environment", "progress"],
+    ["errors", "interrupts", "results", "environment", "progress"],
     ["config", "format"],
     ["memory", "decide"],
     ["workload", "tracking", "report"],

@@ -5,8 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sweep.errors import BadInput, CannotPredict, DeviceOutOfMemory, NotEquivalent, NothingOffloaded
-from sweep.outcomes import NotFinite, TimedOut, is_out_of_memory, one_line, outcome_of
+from sweep.errors import (
+    BadInput,
+    CannotPredict,
+    DeviceOutOfMemory,
+    NotEquivalent,
+    NotFinite,
+    NothingOffloaded,
+    TimedOut,
+    is_out_of_memory,
+    one_line,
+    outcome_of,
+)
 from sweep.results import Outcome
 
 AcceleratorError = getattr(torch, "AcceleratorError", RuntimeError)

@@ -18,8 +18,7 @@ from sweep.config.device import allocator_capacity
 from sweep.config.schema import Config, DeviceConf, Dtype, StrategyConf, plain, quarter_of
 from sweep.config.strategy_names import describe
 from sweep.decide.reasons import LASTING
-from sweep.diagnose.advice import answer, feasible, order
-from sweep.diagnose.facts import (
+from sweep.diagnose.advice import (
     ALL,
     CHECKPOINT,
     DIRECTIONS,
@@ -32,10 +31,12 @@ from sweep.diagnose.facts import (
     Facts,
     Limits,
     Setting,
+    answer,
+    feasible,
+    order,
 )
-from sweep.errors import BadInput, NotEquivalent, NothingOffloaded
+from sweep.errors import BadInput, NotEquivalent, NothingOffloaded, one_line
 from sweep.memory.device import machine_has, resolve_device
-from sweep.outcomes import one_line
 from sweep.results import MIB, Category, Finding, Phase, Prediction
 from sweep.strategy import accumulation_steps, check_blocks, micro_batch_size
 from sweep.trial.check import check_known

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from omegaconf import DictConfig
 
-from sweep.outcomes import is_out_of_memory, one_line, outcome_of
+from sweep.errors import is_out_of_memory, one_line, outcome_of
 from sweep.search.space import Point
 
 

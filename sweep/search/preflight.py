@@ -34,10 +34,9 @@ from sweep.format import number
 from sweep.memory.device import resolve_device
 from sweep.results import Outcome, TrialResult, read_trials
 from sweep.search.candidate import Answer, Job
-from sweep.search.forecast import Forecast, Judgement, signature
 from sweep.search.hydra import compositions, space_of, study_name
 from sweep.search.loop import Search
-from sweep.search.plan import Candidate, Pieces, Plan, make_plan
+from sweep.search.plan import Candidate, Forecast, Judgement, Pieces, Plan, make_plan, signature
 from sweep.search.space import encode
 from sweep.search.study import Record
 from sweep.session import Session

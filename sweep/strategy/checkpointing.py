@@ -25,8 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from sweep.config.schema import MATMUL_AND_ATTENTION, CheckpointConf, Granularity
-from sweep.errors import BadInput, NotEquivalent
-from sweep.outcomes import one_line, outcome_of
+from sweep.errors import BadInput, NotEquivalent, one_line, outcome_of
 from sweep.results import Outcome, Phase
 from sweep.strategy.state import StateGuard, restored, with_tensors, without_tensors
 from sweep.workload import Block

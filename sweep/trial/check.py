@@ -14,7 +14,7 @@ from sweep.memory.device import machine_has
 from sweep.strategy import check_blocks, over_the_batch
 from sweep.trial.what_if import has_bf16
 from sweep.workload import build_data, build_outline, find_blocks
-from sweep.workload.batch import checked
+from sweep.workload.data import checked
 
 
 def check_trial(config: Config, seen: dict[str, Any]) -> None:

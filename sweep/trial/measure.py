@@ -7,29 +7,31 @@ the emulated device; the ledger is off while steps are timed.
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import statistics
 import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from sweep.config.schema import Config, MeasureConf
 from sweep.decide.statistics import median_interval
-from sweep.errors import BadInput, DeviceOutOfMemory, NothingOffloaded
+from sweep.errors import BadInput, DeviceOutOfMemory, NotFinite, NothingOffloaded, TimedOut, one_line
 from sweep.memory.ledger import Ledger
-from sweep.outcomes import NotFinite, TimedOut, one_line
 from sweep.results import MIB, Evidence, Measurement, Peak, Run
 from sweep.strategy import training
-from sweep.trial.clock import StepTime, clock_for
 from sweep.trial.machine import Watch
-from sweep.trial.passes import STEPS, plan_of, run_plan
 from sweep.workload import DataSource, Workload, build_data, build_workload, compiled_module, to_device
-from sweep.workload.batch import seed_everything
+from sweep.workload.data import Shapes, at_least, largest_of, seed_everything, shapes_of
 from sweep.workload.step import Phases, evaluate_part, held_out_loss, split
 
 #: A GPU measurement that is shorter than this is `smoke`: it may be warm-up, clocks or luck.
@@ -279,8 +281,6 @@ def _finite(loss: float, step: int | None) -> float:
 
 Progress = Callable[[int, int, str], None]  # steps done, steps in all, what is being done
 
-#: Optimizer steps of the memory pass where all are alike.
-LEDGER_STEPS = STEPS
 #: Steps that a gradient scaler may skip, halving its scale, before the memory pass takes one as it is.
 SKIPPED_AT_MOST = 8
 
@@ -363,7 +363,7 @@ def steps_of(config: Config, *, first_round: bool = False) -> int:
     """Optimizer steps that `measure` runs."""
     m, runs = config.measure, 1 if first_round else rounds_of(config.measure)
     timed = runs * (m.warmup_steps + m.steps) if first_round or m.seeds > 1 else m.warmup_steps + m.steps * m.repeats
-    return timed + (LEDGER_STEPS if m.ledger else 0)
+    return timed + (STEPS if m.ledger else 0)
 
 
 class Steps:
@@ -449,3 +449,269 @@ def memory_pass(
 def settled_scaler(workload: Workload) -> torch.amp.GradScaler | None:
     """A gradient scaler that starts low, so that the first updates take effect: what is not skipped is looked at."""
     return None if workload.scaler is None else torch.amp.GradScaler(workload.device.type, init_scale=1.0)
+
+
+# -- clocks: CUDA events, or a monotonic clock -----------------------------------------------------------------------
+
+#: Milliseconds of a step, and by phase.
+StepTime = tuple[float, dict[str, float]]
+
+
+class Clock(ABC):
+    """A listener of `sweep.workload.step.Phases`. A phase's time is its own, less that of the phases inside of it."""
+
+    def __init__(self) -> None:
+        self._stack: list[str] = []
+
+    @abstractmethod
+    def start(self) -> None:
+        """A step begins."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """The step has ended."""
+
+    @abstractmethod
+    def read(self) -> list[StepTime]:
+        """The steps since the last read."""
+
+    @abstractmethod
+    def _charge(self) -> None:
+        """What has passed since the last border belongs to the innermost phase."""
+
+    def enter_phase(self, phase: str) -> None:
+        self._charge()
+        self._stack.append(phase)
+
+    def leave_phase(self, phase: str) -> None:
+        self._charge()
+        self._stack.pop()
+
+
+def clock_for(device: torch.device) -> Clock:
+    return CudaClock(device) if device.type == "cuda" else CpuClock()
+
+
+class CpuClock(Clock):
+    """A monotonic clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps: list[StepTime] = []
+        self._by_phase: dict[str, float] = defaultdict(float)
+        self._since = self._started = 0.0
+
+    def start(self) -> None:
+        self._by_phase = defaultdict(float)
+        self._since = self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        self._steps.append(((time.perf_counter() - self._started) * 1000, dict(self._by_phase)))
+
+    def read(self) -> list[StepTime]:
+        steps, self._steps = self._steps, []
+        return steps
+
+    def _charge(self) -> None:
+        now = time.perf_counter()
+        if self._stack:
+            self._by_phase[self._stack[-1]] += (now - self._since) * 1000
+        self._since = now
+
+
+class CudaClock(Clock):
+    """CUDA events at the borders, read after one synchronisation: timing itself does not wait for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._marks: list[tuple[str, torch.cuda.Event]] = []  # charged phase, event at its end
+        self._steps: list[tuple[torch.cuda.Event, list[tuple[str, torch.cuda.Event]], torch.cuda.Event]] = []
+        self._begin = self._event()
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def start(self) -> None:
+        self._marks = []
+        self._begin = self._event()
+
+    def stop(self) -> None:
+        self._steps.append((self._begin, self._marks, self._event()))
+
+    def read(self) -> list[StepTime]:
+        torch.cuda.synchronize(self._device)
+        steps = []
+        for begin, marks, end in self._steps:
+            by_phase: dict[str, float] = defaultdict(float)
+            last = begin
+            for phase, event in marks:
+                if phase:
+                    by_phase[phase] += last.elapsed_time(event)
+                last = event
+            steps.append((begin.elapsed_time(end), dict(by_phase)))
+        self._steps = []
+        return steps
+
+    def _charge(self) -> None:
+        self._marks.append((self._stack[-1] if self._stack else "", self._event()))
+
+
+# -- which steps a look at the memory runs ----------------------------------------------------------------------------
+# The same for the ledger's pass and for a prediction. Batches of different shapes: the first step makes the optimizer's
+# state, then come the largest batches of those that will run. What is alive after a step is the same after every step
+# of a usual model; where it is not, more steps tell what is made once from what every step leaves behind.
+
+#: Beyond the planned steps, batches that are looked at for larger ones, and the seconds that this may take.
+LOOK_AHEAD, LOOK_AHEAD_S = 32, 0.3
+#: The first step creates the optimizer's state; the second is what every later one looks like.
+STEPS = 2
+#: Where memory grows: steps that are run to see how, at least and at most.
+LEAST_MORE, MOST_MORE = 2, 8
+
+_drawn: WeakKeyDictionary[Any, dict[Any, Shapes]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Plan:
+    steps: list[int]  # whose batches are run, in this order
+    evaluation: list[int]  # held-out batches
+    planned: int  # optimizer steps that will be run
+    differ: bool = False  # the batches have different shapes
+    larger_later: int | None = None  # a step beyond the planned ones whose batch is larger than all of them
+
+
+@dataclass
+class Found:
+    """Sizes are bytes."""
+
+    peak: Peak  # the highest after the first step, or of evaluation
+    bytes: int  # of that peak, in the last of the planned steps
+    first: int  # peak of the first step
+    step: int | None  # whose batch the peak is of; None: evaluation's, or all are alike
+    training: int
+    growth: int = 0  # by step
+    evaluation: int | None = None
+
+    def caveats(self, plan: Plan) -> list[str]:
+        """What one has to know of the peak, a line each."""
+        lines = []
+        if plan.differ and self.step is not None:
+            lines.append(
+                f"the batches differ in shape: the peak is that of step {self.step} (counted from 0), the largest of "
+                f"the {plan.planned} that run"
+            )
+        if plan.larger_later is not None:
+            lines.append(
+                f"the batch of step {plan.larger_later} (counted from 0) is larger than those of the {plan.planned} "
+                f"steps that run here and will need more; raise measure.steps to have it counted"
+            )
+        if self.growth:
+            lines.append(
+                f"every step leaves {self.growth / MIB:.4g} MiB behind: the peak is that after {plan.planned} steps "
+                f"and goes on growing"
+            )
+        if self.evaluation is not None and self.evaluation > self.training:
+            lines.append(
+                f"the peak is in evaluation: it takes {self.evaluation / MIB:.1f} MiB, training "
+                f"{self.training / MIB:.1f} MiB"
+            )
+        return lines
+
+
+def plan_of(workload: Workload, planned: int, eval_batches: int) -> Plan:
+    """What to run for `planned` optimizer steps. Draws all their batches once for each source, but for one that says
+    `same_shapes`. Raises BadInput where the source gives another number of samples than it is asked for."""
+    if getattr(workload.data, "same_shapes", False):
+        return Plan(list(range(STEPS)), list(range(min(1, eval_batches))), planned)
+    size = workload.conf.global_batch_size
+    try:
+        known = _drawn.setdefault(workload.data, {})
+    except TypeError:  # neither hashable nor to be referred to weakly
+        known = {}
+
+    def shapes(key: tuple[str, int, int], draw: Callable[[], Any]) -> Shapes:
+        if key not in known:
+            known[key] = shapes_of(draw())
+        return known[key]
+
+    train = [shapes(("train", i, size), partial(workload.train_batch, i)) for i in range(max(planned, STEPS))]
+    held_out = [shapes(("eval", i, size), partial(workload.eval_batch, i, size)) for i in range(eval_batches)]
+    differ = len(set(train[:planned])) > 1
+    steps = [0, *largest_of(train[:planned])] if differ else list(range(STEPS))
+    started, later = time.monotonic(), None
+    for i in range(planned, planned + LOOK_AHEAD):
+        if later is not None or time.monotonic() - started > LOOK_AHEAD_S:
+            break
+        ahead = shapes(("train", i, size), partial(workload.train_batch, i))
+        if not any(at_least(other, ahead) for other in {train[step] for step in steps}):
+            later = i
+    return Plan(steps, largest_of(held_out), planned, differ, later)
+
+
+def run_plan(
+    plan: Plan,
+    ledger: Ledger,
+    step: Callable[[int], object],
+    evaluate: Callable[[int], bool],
+    at_best: Callable[[], None] = lambda: None,
+) -> Found:
+    """Run the steps of a plan under a ledger that is entered.
+
+    evaluate: says whether it could. at_best: is called after a step that had the highest peak so far.
+    """
+    alive: list[int] = []
+    found: Found | None = None
+    first = growth = 0
+
+    def run(index: int) -> None:
+        nonlocal found, first
+        ledger.reset_peak()
+        step(index)
+        alive.append(ledger.log.in_use)
+        high = ledger.log.peak
+        if len(alive) == 1:
+            first = high
+        if (len(alive) > 1 or len(plan.steps) == 1) and (found is None or high > found.bytes):
+            found = Found(ledger.peak(), high, first, index if plan.differ else None, high)
+            at_best()
+
+    for index in plan.steps:
+        run(index)
+    if alive[-1] > alive[0]:
+        growth = _growth(alive, lambda: run(plan.steps[-1]), lambda: ledger.log.in_use, plan.planned)
+    assert found is not None, "a plan has steps"
+    found.growth = growth
+    for index in plan.evaluation:
+        ledger.reset_peak()
+        if not evaluate(index):
+            continue
+        high = ledger.log.peak
+        found.evaluation = max(found.evaluation or 0, high)
+        if high > found.bytes:
+            training, found.peak, found.bytes, found.step = found.peak, ledger.peak(), high, None
+            found.peak.phase_peaks_mib |= training.phase_peaks_mib
+            found.peak.at_phase_peak_mib |= training.at_phase_peak_mib
+    beyond = growth * (plan.planned - len(alive))
+    found.bytes += beyond
+    found.training += beyond
+    if found.evaluation is not None:
+        found.evaluation += beyond
+    return found
+
+
+def _growth(alive: list[int], again: Callable[[], None], in_use: Callable[[], int], planned: int) -> int:
+    """Bytes that each step leaves behind. `again` runs one more and appends what is alive after it to `alive`."""
+    gc.collect()  # what only awaits its collection is no growth
+    start, more = in_use(), max(LEAST_MORE, min(planned - len(alive), MOST_MORE))
+    for done in range(1, more + 1):
+        again()
+        if done >= LEAST_MORE and alive[-1] <= alive[-1 - LEAST_MORE]:
+            return 0  # made once, or as many as the model keeps
+    gc.collect()
+    if in_use() <= start:
+        return 0
+    span = min(more - 1, 4)
+    return max(0, (alive[-1] - alive[-1 - span]) // span)

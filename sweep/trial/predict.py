@@ -37,18 +37,16 @@ from sweep.config.device import (
     environment_alloc_conf,
 )
 from sweep.config.schema import Config, DeviceConf, Granularity, Placement, WorkloadConf, plain
-from sweep.errors import CannotPredict
+from sweep.errors import CannotPredict, one_line
 from sweep.memory.allocator import CachingAllocator, make_allocator
 from sweep.memory.cuda import CublasWorkspaces, caveats_of, cuda_workspaces, emulated_cuda
 from sweep.memory.device import CudaAnswers, resolve_device
 from sweep.memory.hollow import CPU, REAL_INTEGERS, HollowLedger, hollow
-from sweep.outcomes import one_line
 from sweep.results import MIB, Category, Phase, Prediction
 from sweep.strategy import Applied, TrainingLoop, training
 from sweep.strategy import offload as offload_strategy
-from sweep.strategy.copier import CudaCopier, PlainCopier
-from sweep.trial.measure import planned_steps
-from sweep.trial.passes import STEPS, Found, Plan, plan_of, run_plan
+from sweep.strategy.offload import CudaCopier, PlainCopier
+from sweep.trial.measure import STEPS, Found, Plan, plan_of, planned_steps, run_plan
 from sweep.workload import (
     Batch,
     Block,
@@ -63,7 +61,7 @@ from sweep.workload import (
     map_batch,
     to_device,
 )
-from sweep.workload.batch import leaves_of, seed_everything
+from sweep.workload.data import leaves_of, seed_everything
 from sweep.workload.step import Outputs, Phases, accumulate_gradients, evaluate_part, holding, split
 
 #: Values that cannot change, and so are what they are compared by.

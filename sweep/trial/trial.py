@@ -16,8 +16,7 @@ import torch
 from sweep.config.schema import Config, Mode, plain
 from sweep.config.strategy_names import fixed_id, is_baseline, strategy_id
 from sweep.environment import environment
-from sweep.errors import BadInput, NotEquivalent, SweepError
-from sweep.outcomes import one_line, outcome_of
+from sweep.errors import BadInput, NotEquivalent, SweepError, one_line, outcome_of
 from sweep.results import Evidence, Outcome, Prediction, Run, Trace, TrialResult, write_json
 from sweep.trial.check import check_known
 from sweep.trial.measure import Progress, Steps, evidence_of, measure, no_progress, prepared_device, repeat

@@ -44,13 +44,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointError
 
 from sweep.config.schema import Config, Dtype, Granularity, Placement, StrategyConf, WorkloadConf, plain
-from sweep.errors import NotEquivalent
-from sweep.outcomes import NotFinite, is_out_of_memory, one_line
+from sweep.errors import NotEquivalent, NotFinite, is_out_of_memory, one_line
 from sweep.results import Verification
 from sweep.strategy import micro_batch_size, training
 from sweep.workload import Batch, DataSource, Workload, build_loss, build_workload, map_batch, to_device
-from sweep.workload.batch import leaves_of, python_states, random_states, restore, seed_everything
 from sweep.workload.build import MeanOverSamples
+from sweep.workload.data import leaves_of, python_states, random_states, restore, seed_everything
 from sweep.workload.step import Phases, split
 
 GOLDEN = 0.618034

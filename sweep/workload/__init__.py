@@ -1,6 +1,5 @@
 """Workloads: model, data, loss and optimizer, built from a config and fixed within a comparison."""
 
-from sweep.workload.batch import Batch, map_batch
 from sweep.workload.build import (
     Block,
     DataSource,
@@ -18,6 +17,7 @@ from sweep.workload.build import (
     patterns_of,
     to_device,
 )
+from sweep.workload.data import Batch, map_batch
 
 __all__ = [
     "Batch",

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from sweep.config.schema import Dtype, Implementation, OptimizerName, Scheduler, WorkloadConf
 from sweep.errors import BadInput, CannotPredict
-from sweep.workload.batch import Batch, checked, map_batch, samples_in, seed_everything
+from sweep.workload.data import Batch, checked, map_batch, samples_in, seed_everything
 
 
 class DataSource(Protocol):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sweep.results import Phase
 from sweep.workload import Batch, Workload, to_device
-from sweep.workload.batch import part_of, samples_in
+from sweep.workload.data import part_of, samples_in
 
 #: Details of Phase.transfer: which way the bytes go.
 TO_HOST, FROM_HOST = "to host", "from host"

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from made_up import peak, prediction
 
-from sweep.diagnose.advice import answer, feasible, fit, of, order
-from sweep.diagnose.facts import (
+from sweep.diagnose.advice import (
     ALL,
     CHECKPOINT,
     HYBRID,
@@ -21,6 +20,11 @@ from sweep.diagnose.facts import (
     Limits,
     Row,
     Setting,
+    answer,
+    feasible,
+    fit,
+    of,
+    order,
 )
 from sweep.report.phrases import TO_TRY, diagnosed
 from sweep.results import Finding, Peak, WhatIf, from_dict, to_dict

@@ -17,8 +17,8 @@ from small_workloads import GPT, TOKENS, config, data_of
 
 from sweep import tracking
 from sweep.config.schema import Config, DeviceConf, Dtype, Implementation, Mode, StrategyConf
-from sweep.diagnose.facts import ALL, CHECKPOINT, DIRECTIONS, HYBRID, MICRO, OFFLOAD, SELECTIVE, Diagnosis, Facts, Row
-from sweep.diagnose.job import command_of, diagnoses_in, print_all, run_diagnosis
+from sweep.diagnose import command_of, diagnoses_in, print_all, run_diagnosis
+from sweep.diagnose.advice import ALL, CHECKPOINT, DIRECTIONS, HYBRID, MICRO, OFFLOAD, SELECTIVE, Diagnosis, Facts, Row
 from sweep.diagnose.predict import compute_ms, diagnose, floor_of
 from sweep.report.phrases import diagnosed
 from sweep.trial.predict import predict

@@ -14,20 +14,22 @@ from sweep.config.schema import BudgetConf
 from sweep.format import EVIDENCE_SHORT
 from sweep.report import describe, markdown
 from sweep.report.blocks import Points
-from sweep.report.content import hold, page, why
-from sweep.report.data import Report, Row, Section
-from sweep.report.markdown import describe as describe_blocks
-from sweep.report.markdown import escape
-from sweep.report.notes import (
+from sweep.report.content import (
     change_cell,
     drift_words,
+    hold,
+    page,
     quality_cell,
     quality_lines,
     seeds_words,
     speed,
     spread,
     time_words,
+    why,
 )
+from sweep.report.data import Report, Row, Section
+from sweep.report.markdown import describe as describe_blocks
+from sweep.report.markdown import escape
 from sweep.results import Difference, Drift, Finding, TrialResult, WhatIf
 
 QUESTIONS = [

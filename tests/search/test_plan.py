@@ -25,8 +25,7 @@ from sweep.config.strategy_names import describe as name_of
 from sweep.config.strategy_names import is_baseline, kind_of, strategy_at
 from sweep.results import Measurement, Outcome, TrialResult
 from sweep.search.candidate import Job
-from sweep.search.forecast import Forecast, signature
-from sweep.search.plan import Candidate, Line, Pieces, fill, make_plan, probe_here, rank
+from sweep.search.plan import Candidate, Forecast, Line, Pieces, fill, make_plan, probe_here, rank, signature
 from sweep.search.preflight import Choices, Preflight, Suggest, choices, limits
 from sweep.search.space import walk
 from sweep.search.study import Record

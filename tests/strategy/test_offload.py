@@ -16,13 +16,24 @@ from small_workloads import TOKENS, config, data_of
 from torch import Tensor, nn
 
 from sweep.config.schema import CheckpointConf, Granularity, OffloadConf, OffloadImplementation, Placement, StrategyConf
-from sweep.errors import BadInput, DeviceOutOfMemory, NothingOffloaded
+from sweep.errors import BadInput, DeviceOutOfMemory, NothingOffloaded, outcome_of
 from sweep.memory.ledger import Ledger
-from sweep.outcomes import outcome_of
 from sweep.results import MIB, Outcome
 from sweep.strategy import Applied, applied, check_blocks
-from sweep.strategy.copier import CudaCopier, PlainCopier, copier_for, host_buffer
-from sweep.strategy.offload import HostCopy, Kept, Offload, View, check, chosen_blocks, held_bytes, span_bytes
+from sweep.strategy.offload import (
+    CudaCopier,
+    HostCopy,
+    Kept,
+    Offload,
+    PlainCopier,
+    View,
+    check,
+    chosen_blocks,
+    copier_for,
+    held_bytes,
+    host_buffer,
+    span_bytes,
+)
 from sweep.trial.verify import verify
 from sweep.workload import Block, build_workload, find_blocks
 from sweep.workload.step import Phases, run_step

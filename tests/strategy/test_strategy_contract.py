@@ -30,7 +30,7 @@ from sweep.trial.predict import predict
 from sweep.trial.trial import run_trial
 from sweep.trial.verify import MOVED, ROUNDING, TOLERANCE, FixedDraws, verify
 from sweep.workload import Workload, build_workload
-from sweep.workload.batch import random_states, seed_everything
+from sweep.workload.data import random_states, seed_everything
 from sweep.workload.step import Phases, run_step
 
 CPU = torch.device("cpu")

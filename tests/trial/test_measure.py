@@ -16,12 +16,11 @@ from torch import Tensor
 import sweep.strategy as strategy_module
 import sweep.trial.measure as module
 from sweep.config.schema import Config
-from sweep.errors import DeviceOutOfMemory, NothingOffloaded
+from sweep.errors import DeviceOutOfMemory, NotFinite, NothingOffloaded, TimedOut
 from sweep.memory.ledger import Ledger
-from sweep.outcomes import NotFinite, TimedOut
 from sweep.results import Evidence, Measurement, Phase, Run, from_dict, to_dict
-from sweep.trial.clock import CpuClock
 from sweep.trial.measure import (
+    CpuClock,
     evaluate,
     evidence_of,
     measure,

@@ -22,7 +22,7 @@ from sweep.results import MIB, Prediction
 from sweep.trial.measure import measure, memory_pass
 from sweep.trial.predict import predict
 from sweep.workload import build_data, build_workload
-from sweep.workload.batch import largest_of, map_batch, part_of, samples_in, shapes_of, tensors_of
+from sweep.workload.data import largest_of, map_batch, part_of, samples_in, shapes_of, tensors_of
 from sweep.workload.step import Phases, run_step, split
 
 CPU = torch.device("cpu")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from PIL import Image
 
-import sweep.trial.timeline as module
+import sweep.trial.profile as module
 from sweep.memory.ledger import NO_NODE, Ledger
 from sweep.report.plots import draw_timeline, over_a_step
 from sweep.results import MIB, Band, Category
-from sweep.trial.timeline import Recorder, timeline
+from sweep.trial.profile import Recorder, timeline
 
 
 def recorded() -> tuple[Ledger, Recorder]:

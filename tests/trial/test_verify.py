@@ -22,8 +22,7 @@ import sweep.strategy as strategy_module
 import sweep.trial.verify as run_module
 import sweep.trial.verify as verify_module
 from sweep.config.schema import Config, Dtype
-from sweep.errors import DeviceOutOfMemory
-from sweep.outcomes import NotFinite
+from sweep.errors import DeviceOutOfMemory, NotFinite
 from sweep.results import Verification
 from sweep.trial.verify import FLOOR, ROUNDING, FixedDraws, Kept, Record, differences, verify
 from sweep.workload import Workload
