@@ -63,7 +63,7 @@ def screen(section: Section) -> list[Block]:
         Text(against_line(section)),
         *(Text(note) for note in section.notes),
         overview(section),
-        *(Text(line, quiet=True) for line in table_notes(section)),
+        *(Text(line, quiet=True) for line in table_notes(section, with_quality=False)),
         *(Text(line) for line in premise_lines(section)),
         *([Text(f"{'; '.join(quality)}.", "Held-out loss against the baseline's:")] if quality else []),
         *memory(memory_row(section), section.preferred),
@@ -988,7 +988,8 @@ def _blocks_line(section: Section) -> list[str]:
 # -- how to read the tables -------------------------------------------------------------------------------------------
 
 
-def table_notes(section: Section) -> list[str]:
+def table_notes(section: Section, with_quality: bool = True) -> list[str]:
+    """What the columns mean. with_quality: the column of that name is among them."""
     if section.predicts:
         unsure = any(r.predicted is not None and r.predicted.unsure for r in section.rows)
         less = " (?: less what is not counted)" if unsure else ""
@@ -1006,7 +1007,7 @@ def table_notes(section: Section) -> list[str]:
         none = any(r.decision.step and r.decision.step.none for r in section.rows)
         lines.append(f"step: {step}; speed: against the baseline{f'; none: {none_words(section)}' if none else ''}.")
     lines += [noisy] if (noisy := noisy_words(section)) else []
-    if any(r.decision.quality is not None for r in section.candidates):
+    if with_quality and any(r.decision.quality is not None for r in section.candidates):
         lines.append(
             "quality: held-out loss less the baseline's over the same seeds (95 % interval of the mean), after these "
             "steps, not a whole training run; equal: differences inside of the interval are not ruled out."

@@ -9,7 +9,6 @@ from typing import TextIO
 
 from rich import box
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text as RichText
 
@@ -48,7 +47,7 @@ def report_console(file: TextIO | None = None) -> Console:
 
 def print_blocks(shown: Sequence[Block], console: Console) -> None:
     """Fits the console from 80 columns on; only commands are longer."""
-    out = Printer(console)
+    out, before = Printer(console), None
     for block in without_empty(shown):
         if isinstance(block, Heading):
             out.line()
@@ -67,7 +66,10 @@ def print_blocks(shown: Sequence[Block], console: Console) -> None:
                 # Not wrapped: a command is there to be copied.
                 out.line(RichText.assemble((f"{label}: ", "dim"), line), indent=2, wrap=False)
         elif isinstance(block, Table):
+            if not isinstance(before, Heading):
+                out.line()
             out.table(block)
+        before = block
 
 
 class Printer:
@@ -82,15 +84,15 @@ class Printer:
             self.console.print()
             return
         shown.plain = self._plain(shown.plain)
-        if wrap:
-            self.console.print(Padding(shown, (0, 0, 0, indent), expand=False), highlight=False)
-        else:
-            self.console.print(RichText(" " * indent) + shown, soft_wrap=True, highlight=False)
+        # Not by Padding, which fills lines with spaces up to the width.
+        lines = shown.wrap(self.console, self.console.width - indent) if wrap else [shown]
+        for each in lines:
+            each.rstrip()
+            self.console.print(RichText(" " * indent) + each, soft_wrap=True, highlight=False)
 
     def table(self, block: Table) -> None:
         """Less columns where it is too wide; in parts, each with the first column, where it still is."""
         if block.title:
-            self.line()
             self.line(RichText(block.title, style="bold"))
         for columns in _fitting(block.columns, self.console.width):
             self.console.print(self._table(block, columns), highlight=False)
