@@ -356,17 +356,13 @@ class Prediction:
     allocated_mib: float
     reserved_mib: float
     fits: bool
-    headroom_mib: (
-        float | None
-    )  # capacity less reserved and context; negative: short by so much; None: no capacity known
+    headroom_mib: float | None  # capacity less reserved and context; negative: short by so much; None: not known
     capacity_mib: float | None
     context_mib: float  # driver and CUDA context, outside of both statistics
-    fragmentation_mib: float  # reserved less allocated at the highest reserved point
     peak: Peak | None = None
     to_host_mib: float = 0.0  # moved in one optimizer step
     from_host_mib: float = 0.0
-    transfer_one_way_ms: float | None = None  # theoretical, at the device's link bandwidth
-    transfer_round_trip_ms: float | None = None
+    transfer_round_trip_ms: float | None = None  # theoretical, at the device's link bandwidth
     recompute_flops_ratio: float = 0.0  # recomputed FLOPs over those of a step without recomputation
     flops_per_step: float = 0.0
     seconds: float = 0.0  # what predicting took
@@ -409,8 +405,7 @@ class Verification:
     block_input_grad_rel_err: float | None = None
     buffer_rel_err: float | None = None
     rng_equal: bool | None = None  # None: not comparable (micro-batches draw other masks)
-    updates_expected: int = 1  # optimizer steps
-    updates: int = 1
+    updates: int = 1  # optimizer steps
     bit_equal: bool = False
     dropout: str = "on"  # "on" | "off" (compared with every random draw fixed)
     scope: str = "full"  # "full", or what was cut: "4 of 24 blocks, batch 2"
@@ -534,9 +529,7 @@ class TrialResult:
     trace: Trace | None = None  # explain=true: baseline and preferred trial
     decision: Decision | None = None
     error: str = ""  # one line
-    reason: str = (
-        ""  # reason code of an outcome other than ok where the outcome alone does not say it (nothing_recomputed)
-    )
+    reason: str = ""  # code of an outcome other than ok where that alone does not say it (nothing_recomputed)
     capacity_mib: float | None = None  # of the device as it was found; None: not known
     details: str = ""  # the traceback or the child's last output
     environment: dict[str, str] = field(default_factory=dict)

@@ -112,7 +112,7 @@ def prediction(
     values: dict[str, Any] = {
         "device": "rtx_4090", "allocated_mib": allocated_mib, "reserved_mib": allocated_mib * 1.04, "fits": fits,
         "headroom_mib": headroom, "capacity_mib": capacity_mib, "context_mib": 400.0,
-        "fragmentation_mib": allocated_mib * 0.04, "peak": found, "peak_phase": found.phase,
+        "peak": found, "peak_phase": found.phase,
         "peak_operator": found.operator, "at_peak_mib": found.at_peak_mib, "flops_per_step": 1e12,
     }  # fmt: skip
     return Prediction(**{**values, **changes})

@@ -131,7 +131,6 @@ class CachingAllocator:
         self.capacity = capacity
         self.allocated = self.allocated_peak = 0  # whole blocks, as torch counts
         self.reserved = self.reserved_peak = 0
-        self._allocated_at_reserved_peak = 0
         self._max_split_size = options.max_split_size
         self._split_limit = 1 << 62 if options.max_split_size is None else options.max_split_size
         self._small, self._large = Pool(True), Pool(False)
@@ -154,8 +153,6 @@ class CachingAllocator:
         self._live[id] = block
         self.allocated += block.size
         self.allocated_peak = max(self.allocated_peak, self.allocated)
-        if self.reserved == self.reserved_peak and self.allocated > self._allocated_at_reserved_peak:
-            self._allocated_at_reserved_peak = self.allocated
         return True
 
     def free(self, id: int) -> None:
@@ -174,12 +171,6 @@ class CachingAllocator:
     def reset_peaks(self) -> None:
         """torch.cuda.reset_peak_memory_stats: the peaks start again from what is held now."""
         self.allocated_peak, self.reserved_peak = self.allocated, self.reserved
-        self._allocated_at_reserved_peak = self.allocated
-
-    @property
-    def fragmentation(self) -> int:
-        """Reserved peak less the most that was allocated while so much was reserved."""
-        return self.reserved_peak - self._allocated_at_reserved_peak
 
     # -- how memory is found --
 
@@ -224,9 +215,7 @@ class CachingAllocator:
         if self.capacity is not None and self.reserved + nbytes > self.capacity:
             return False
         self.reserved += nbytes
-        if self.reserved > self.reserved_peak:
-            self.reserved_peak = self.reserved
-            self._allocated_at_reserved_peak = 0  # the request that is being served sets it
+        self.reserved_peak = max(self.reserved_peak, self.reserved)
         return True
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:

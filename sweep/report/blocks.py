@@ -62,7 +62,6 @@ class Table:
     rank: int = ALWAYS
     importance: list[int] = field(default_factory=list)
     strong: int | None = None
-    folded: bool = False  # shown on demand where that is possible
 
     @classmethod
     def of(cls, header: Sequence[str], rows: Sequence[Sequence[str]], words: Collection[int] = (0,)) -> Table:

@@ -46,8 +46,8 @@ from sweep.results import (
     Verification,
 )
 
-#: Sentences that a reader takes in, and trials whose words are not read one by one any more.
-MOST_LINES, MOST_TRIALS = 6, 12
+#: Sentences that a reader takes in.
+MOST_LINES = 6
 #: Parts below this share of the largest value are added up as "smaller parts".
 SMALL = 0.01
 

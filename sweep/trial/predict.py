@@ -507,7 +507,6 @@ def _on_cuda(run: HollowRun, device: DeviceConf, options: AllocatorOptions) -> P
     prediction.allocated_mib = allocator.allocated_peak / MIB + grown
     prediction.reserved_mib = allocator.reserved_peak / MIB + grown
     fits = fits and (capacity is None or prediction.reserved_mib <= capacity / MIB)
-    prediction.fragmentation_mib = allocator.fragmentation / MIB
     prediction.fits = fits
     prediction.headroom_mib = None if capacity is None else capacity / MIB - prediction.reserved_mib
     prediction.context_mib = device.context_mib or 0.0
@@ -518,8 +517,7 @@ def _on_cuda(run: HollowRun, device: DeviceConf, options: AllocatorOptions) -> P
         prediction.caveats.append(f"not replayed: {unread} of PYTORCH_CUDA_ALLOC_CONF")
     if device.link_bandwidth_gb_s is not None:
         per_ms = device.link_bandwidth_gb_s * 1e9 / 1e3
-        prediction.transfer_one_way_ms = prediction.to_host_mib * MIB / per_ms
-        prediction.transfer_round_trip_ms = (prediction.to_host_mib + prediction.from_host_mib) * MIB / per_ms
+        prediction.transfer_round_trip_ms = prediction.moved_mib * MIB / per_ms
     return prediction
 
 
@@ -555,7 +553,6 @@ def _prediction(run: HollowRun, device: DeviceConf) -> Prediction:
         headroom_mib=None,
         capacity_mib=device.capacity_mib,
         context_mib=0.0,
-        fragmentation_mib=0.0,
         peak=peak,
         to_host_mib=run.to_host * run.scale / MIB,
         from_host_mib=run.from_host * run.scale / MIB,

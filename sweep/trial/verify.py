@@ -1126,7 +1126,6 @@ def _verification(found: Differences, expected: Record, scope: str, tolerance: f
         block_input_grad_rel_err=errors.get("gradients at the block inputs"),
         buffer_rel_err=errors["buffers"],
         rng_equal=found.rng_equal,
-        updates_expected=expected.steps,
         updates=expected.updates,
         bit_equal=found.none,
         scope=scope,

@@ -84,7 +84,7 @@ def facts(
     shares = {"parameter": 50.0, "optimizer_state": 100.0, "activation": 800.0, "temporary": 50.0}
     at = at or peak(PEAK, "backward", **shares)
     fits = cap is None or cap >= PEAK
-    baseline = prediction(PEAK, fits, cap, peak=at, reserved_mib=PEAK, transfer_one_way_ms=20.0)
+    baseline = prediction(PEAK, fits, cap, peak=at, reserved_mib=PEAK)
     extremes = [setting(d, mib, limits) for d, mib in (PEAKS | (peaks or {})).items() if d not in (refused or {})]
     extremes += [Setting(d, WORDS[d], d, Finding("error", names={"error": why})) for d, why in (refused or {}).items()]
     values: dict[str, Any] = {

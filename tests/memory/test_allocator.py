@@ -99,7 +99,7 @@ def test_equal_blocks_are_taken_from_the_lowest_address() -> None:
 def test_fragmentation_makes_reserved_larger_than_allocated() -> None:
     # The hole of 18 MiB beside the 2 cannot serve 19, which take 20: the rest of 1 MiB is not cut off.
     a = replay((0, 2), (1, 19))
-    assert (a.allocated_peak, a.reserved_peak, a.fragmentation) == (22 * MIB, 40 * MIB, 18 * MIB)
+    assert (a.allocated_peak, a.reserved_peak) == (22 * MIB, 40 * MIB)
 
 
 def test_full_device_gives_the_cache_back_and_tries_again() -> None:
@@ -119,15 +119,15 @@ def test_partly_used_segments_do_not_go_back() -> None:
 
 def test_reset_peaks_starts_again_from_what_is_held() -> None:
     def peaks() -> tuple[float, ...]:
-        return a.allocated_peak / MIB, a.reserved_peak / MIB, a.fragmentation / MIB
+        return a.allocated_peak / MIB, a.reserved_peak / MIB
 
     a = replay((0, 64), (1, 32), 0)
-    assert peaks() == (96, 96, 0) and a.allocated == 32 * MIB
+    assert peaks() == (96, 96) and a.allocated == 32 * MIB
     a.reset_peaks()
     # As in torch, cached memory is still reserved: only empty_cache lowers it.
-    assert peaks() == (32, 96, 64)
+    assert peaks() == (32, 96)
     a.malloc(2, 10 * MIB)
-    assert peaks() == (42, 96, 54)
+    assert peaks() == (42, 96)
     a.empty_cache()
     assert a.reserved == 96 * MIB  # 10 of the 64 MiB are in use again
     a.free(2)

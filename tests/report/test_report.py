@@ -46,7 +46,6 @@ def predicted_sweep() -> list[TrialResult]:
             peak=peak(size, "optimizer" if r.strategy == "hybrid" else "backward"),
             to_host_mib=moved,
             from_host_mib=moved,
-            transfer_one_way_ms=moved / 25,
             transfer_round_trip_ms=moved / 12.5,
             recompute_flops_ratio=0.33 if "checkpoint" in r.strategy or r.strategy == "hybrid" else 0.0,
         )

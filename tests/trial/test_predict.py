@@ -301,8 +301,7 @@ def test_transfer_times_follow_from_the_link(text: DataSource) -> None:
     )
     prediction = predict(conf, text)
     one_way = prediction.to_host_mib * MIB / 10e9 * 1e3
-    assert one_way > 0 and prediction.transfer_one_way_ms == pytest.approx(one_way)
-    assert prediction.transfer_round_trip_ms == pytest.approx(2 * one_way)
+    assert one_way > 0 and prediction.transfer_round_trip_ms == pytest.approx(2 * one_way)
 
 
 def test_seventy_billion_parameters_in_two_gib_of_host_memory() -> None:
