@@ -9,13 +9,15 @@ import dataclasses
 import math
 import re
 import typing
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from sweep.config.addresses import conceal
-from sweep.config.schema import Config, Granularity, Mode, Placement
+from sweep.config.schema import Config, Granularity, Mode, Placement, StrategyConf
 from sweep.errors import BadInput
 
 #: The least value of each field, or of each value in a list.
@@ -69,16 +71,15 @@ def _refuse_unknown(node: DictConfig, cls: Any, prefix: str) -> None:
 
 def check(config: Config) -> None:
     """Raise BadInput for values that are wrong by themselves or against each other."""
-    for key, least in AT_LEAST.items():
-        for name, value in _values(config, key):
-            if not value >= least:
-                raise BadInput(name, value, f"is below {least}", f"give {least} or more")
+    _check_least(vars(config), AT_LEAST)
     for key in ABOVE_ZERO:
         for name, value in _values(config, key):
             if not 0 < value < math.inf:
                 raise BadInput(name, value, "is not above zero", "give a positive number")
     _check_workload(config)
-    _check_strategy(config)
+    check_strategy(config.strategy)
+    if config.strategy.micro_batch_size is not None:
+        _within_batch(config, "strategy.micro_batch_size", config.strategy.micro_batch_size)
     d, m, space = config.device, config.measure, config.search.space
     if d.type not in ("auto", "cpu", "cuda"):
         raise BadInput("device.type", d.type, "is not a kind of device", "give auto, cpu or cuda")
@@ -94,7 +95,14 @@ def check(config: Config) -> None:
         check_diagnosis(config)
 
 
-def _values(config: Config, key: str) -> list[tuple[str, float]]:
+def _check_least(groups: Mapping[str, Any], keys: Iterable[str]) -> None:
+    for key in keys:
+        for name, value in _values(SimpleNamespace(**groups), key):
+            if not value >= AT_LEAST[key]:
+                raise BadInput(name, value, f"is below {AT_LEAST[key]}", f"give {AT_LEAST[key]} or more")
+
+
+def _values(config: Any, key: str) -> list[tuple[str, float]]:
     """The numbers that a field holds, each with its own key; none where it is null."""
     value = attrgetter(key)(config)
     if isinstance(value, dict):
@@ -124,10 +132,9 @@ def _check_workload(config: Config) -> None:
         raise BadInput("workload.blocks", w.blocks, "is no pattern of module names", todo)
 
 
-def _check_strategy(config: Config) -> None:
-    s = config.strategy
-    if s.micro_batch_size is not None:
-        _within_batch(config, "strategy.micro_batch_size", s.micro_batch_size)
+def check_strategy(s: StrategyConf) -> None:
+    """Raise BadInput for values of a strategy that are wrong whatever the workload is."""
+    _check_least({"strategy": s}, [key for key in AT_LEAST if key.startswith("strategy.")])
     if s.checkpoint.granularity is Granularity.parts and not s.checkpoint.parts:
         todo = "give patterns such as [attn] or [mlp]"
         raise BadInput("strategy.checkpoint.parts", [], "names no part of a block", todo)

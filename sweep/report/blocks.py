@@ -85,6 +85,16 @@ class Commands:
 
 
 @dataclass
+class Code:
+    """Lines to be copied as they are."""
+
+    text: str
+    title: str = ""
+    language: str = "python"
+    rank: int = ALWAYS
+
+
+@dataclass
 class Picture:
     """Where a picture belongs; shown only where a file of this name was drawn, or where `path` is one."""
 
@@ -94,7 +104,7 @@ class Picture:
     rank: int = ALWAYS
 
 
-Block = Heading | Text | Points | Table | Commands | Picture
+Block = Heading | Text | Points | Table | Commands | Code | Picture
 
 
 def without_empty(blocks: Sequence[Block]) -> list[Block]:

@@ -28,9 +28,10 @@ from sweep.format import (
     signed_loss,
 )
 from sweep.report import phrases
-from sweep.report.blocks import DETAIL, USEFUL, Block, Column, Commands, Heading, Picture, Points, Table, Text
+from sweep.report.blocks import DETAIL, USEFUL, Block, Code, Column, Commands, Heading, Picture, Points, Table, Text
 from sweep.report.data import Report, Row, Section, ranked, shown_path, state_of
 from sweep.report.phrases import CATEGORY_WORDS, PART_WORDS, capital, change_words, operator_words, sentence
+from sweep.report.use_it import applied, uses
 from sweep.results import (
     CONFIDENCE,
     RANGES,
@@ -43,6 +44,7 @@ from sweep.results import (
     Peak,
     Prediction,
     Quality,
+    TrialResult,
     Verification,
 )
 
@@ -80,6 +82,7 @@ def screen(section: Section) -> list[Block]:
             ]
         ),
         _blocked(section),
+        *_use_it_shortly(section),
     ]
 
 
@@ -109,8 +112,44 @@ def page(section: Section) -> list[Block]:
         Text(says(section, phrases.next_action(c, section.results))),
         _blocked(section),
         *_what_if(section),
+        *use_it(section),
         Points([("", line) for line in table_notes(section)], "How to read the tables", DETAIL),
     ]
+
+
+def _to_use(section: Section) -> TrialResult | None:
+    """The trial whose strategy is of use: the preferred one; where that is the baseline, the one for less memory."""
+    c, preferred = section.comparison, section.preferred
+    index = c.cheapest_index if preferred is not None and preferred.is_baseline else c.preferred_index
+    return None if index is None else section.results[index]
+
+
+def use_it(section: Section) -> list[Block]:
+    """The lines for one's own training, by framework."""
+    result = _to_use(section)
+    found = [] if result is None else uses(result)
+    if result is None or not found:
+        return []
+    when = " (should memory get short; now nothing needs to change)" if result is not section.preferred_result else ""
+    blocks: list[Block] = [Heading("Use it"), Text(f"{result.name} in your own training{when}:")]
+    for use in found:
+        if not use.code:
+            blocks.append(Text(f"has no equivalent there: {use.note}.", f"{use.where}:", USEFUL))
+            continue
+        blocks.append(Code(use.code, use.where, use.language, USEFUL))
+        blocks += [Text(sentence(use.note, first=False), rank=USEFUL, quiet=True)] if use.note else []
+    return blocks
+
+
+def _use_it_shortly(section: Section) -> list[Block]:
+    result = _to_use(section)
+    if result is None or not uses(result):
+        return []
+    lines = [("in your own loop", f"with {applied(result)} as strategy: ...")]
+    if result.folder:
+        lines.append(("or", f'sweep.apply(model, "{shown_path(Path(result.folder))}/result.json")'))
+    elsewhere = "The lines for plain torch, transformers, Lightning, Accelerate, torchtitan and torchtune are in report.md."
+    return [Heading("Use it"), Commands(lines), Text(elsewhere)]
 
 
 def where_to_look(report: Report, title: str = "Where to look") -> list[Block]:

@@ -198,6 +198,11 @@ class Section:
     def preferred(self) -> Row | None:
         return self._row(self.comparison.preferred_index)
 
+    @property
+    def preferred_result(self) -> TrialResult | None:
+        index = self.comparison.preferred_index
+        return None if index is None else self.results[index]
+
     def _row(self, index: int | None) -> Row | None:
         return None if index is None else next(r for r in self.rows if r.result is self.results[index])
 

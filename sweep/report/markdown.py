@@ -11,6 +11,7 @@ from sweep.report.blocks import (
     DETAIL,
     USEFUL,
     Block,
+    Code,
     Commands,
     Heading,
     Picture,
@@ -101,6 +102,9 @@ def _one(block: Block, form: Form) -> str:
         return "\n".join([*([f"{_bold(block.title).strip()}\n"] if block.title else []), *lines])
     if isinstance(block, Commands):
         return "\n".join(f"- {escape(label)}: {code(line)}" for label, line in block.lines)
+    if isinstance(block, Code):
+        title = f"{_bold(block.title).strip()}\n\n" if block.title else ""
+        return f"{title}```{block.language}\n{block.text}\n```"
     assert isinstance(block, Table)
     columns = [c for c in block.columns if c.rank <= form.rank]
     table = [[escape(c.header) for c in columns], ["---" if c.words else "---:" for c in columns]]

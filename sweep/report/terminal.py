@@ -17,6 +17,7 @@ from sweep.report.blocks import (
     DETAIL,
     USEFUL,
     Block,
+    Code,
     Column,
     Commands,
     Heading,
@@ -65,6 +66,11 @@ def print_blocks(shown: Sequence[Block], console: Console) -> None:
             for label, line in block.lines:
                 # Not wrapped: a command is there to be copied.
                 out.line(RichText.assemble((f"{label}: ", "dim"), line), indent=2, wrap=False)
+        elif isinstance(block, Code):
+            out.line()
+            out.line(RichText(block.title, style="bold"))
+            for line in block.text.splitlines():
+                out.line(RichText(line), indent=2, wrap=False)
         elif isinstance(block, Table):
             if not isinstance(before, Heading):
                 out.line()

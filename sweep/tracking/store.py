@@ -13,7 +13,7 @@ import logging
 import os
 import sqlite3
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -155,6 +155,23 @@ def client(uri: str) -> MlflowClient:
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # what fails is raised as well, and told by us
     return mlflow.tracking.MlflowClient(tracking_uri=uri)
+
+
+def artifact(run_id: str, names: Sequence[str], folder: Path, uri: str | None = None) -> Path:
+    """The first of `names` that a run has among its artifacts, downloaded into `folder`.
+
+    uri: the store; None: MLFLOW_TRACKING_URI, else MLflow's own default. Raises what MLflow raises, and LookupError.
+    """
+    if uri is None:
+        import mlflow
+
+        uri = mlflow.get_tracking_uri()
+    store = client(uri)
+    there = {found.path for found in store.list_artifacts(run_id)}
+    for name in names:
+        if name in there:
+            return Path(store.download_artifacts(run_id, name, str(folder)))
+    raise LookupError(f"the run {run_id} has no {' and no '.join(names)}")
 
 
 @contextlib.contextmanager

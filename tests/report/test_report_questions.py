@@ -101,7 +101,8 @@ def of(name: str, question: str) -> str:
 def test_each_question_is_answered_in_order_with_a_number(report: Report) -> None:
     text = markdown(report)
     found = asked(text)
-    assert list(found) == QUESTIONS
+    way_home = [q for q in found if q not in QUESTIONS]
+    assert list(found) == [*QUESTIONS[:-1], *way_home, QUESTIONS[-1]] and way_home in ([], ["Use it"])
     for question in QUESTIONS[:-1]:
         assert re.search(r"\d", found[question]), question
     for question in ("What filled the memory?", "What did it save?"):
@@ -126,7 +127,7 @@ def test_what_does_not_rest_on_a_gpu_is_never_worded_as_its_gain(report: Report)
 def test_a_description_answers_the_same_questions_and_cuts_no_table(report: Report) -> None:
     text = describe(report)
     assert len(text) <= 7900
-    assert list(asked(text)) == QUESTIONS
+    assert [q for q in asked(text) if q != "Use it"] == QUESTIONS
     for table in re.findall(r"(?:^\|.*\n?)+", text, re.M):
         lines = table.splitlines()
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1
