@@ -11,7 +11,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ from sweep.search.study import (
     best_first,
     close,
     counts,
+    draw_study,
     least_violating,
     record,
     records,
@@ -118,27 +119,25 @@ class Limits:
             return f"{self.n_trials} trials were run"
         if s.timeout_s is not None and time.monotonic() - self._started >= s.timeout_s:
             return f"the time of {s.timeout_s:g} s is over"
-        if self._failed_too_often():
+        if self._exceeded():
             return "too many jobs failed"
         if self.skipped_in_a_row >= s.max_skipped:
             return f"the last {s.max_skipped} candidates needed no run"
         return None
 
-    def _failed_too_often(self) -> str | None:
-        s = self.settings
-        if s.max_failures is not None and self.failures > s.max_failures:
-            return "max_failures"
-        if s.max_failure_rate is not None and self.batch_failure_rate > s.max_failure_rate:
-            return "max_failure_rate"
+    def _exceeded(self) -> tuple[str, float] | None:
+        """The limit on failures that is exceeded."""
+        for key, found in (("max_failures", self.failures), ("max_failure_rate", self.batch_failure_rate)):
+            most = getattr(self.settings, key)
+            if most is not None and found > most:
+                return key, most
         return None
 
     def check_failures(self) -> None:
         """Raise BadInput if more jobs failed than allowed."""
-        key = self._failed_too_often()
-        if key is not None:
+        if exceeded := self._exceeded():
             wrong = f"{self.failures} jobs failed, the last with {self._last_failure}"
-            limit = getattr(self.settings, key)
-            raise BadInput(f"hydra.sweeper.{key}", limit, wrong, "mend the job, or raise the limit")
+            raise BadInput(f"hydra.sweeper.{exceeded[0]}", exceeded[1], wrong, "mend the job, or raise the limit")
 
 
 class Progress:
@@ -150,14 +149,15 @@ class Progress:
     def ended(self, r: Record, found: Sequence[Record]) -> None:
         if r.answered_by == BY_MEMORY:
             return  # nothing new is known
-        of = counts(found)["launched"] if self.limit is None else f"{counts(found)['launched']}/{self.limit}"
-        best, extreme = best_first(found, self.directions), {"maximize": "highest", "minimize": "lowest"}
-        leading = (
-            f"{extreme[self.directions[0]]} {self._numbers(best[0].values)} (trial {best[0].number})" if best else ""
-        )
-        if len(self.directions) > 1:
+        best, launched = best_first(found, self.directions), counts(found)["launched"]
+        leading = "no feasible trial yet"
+        if len(self.directions) > 1 and best:
             leading = f"front: {len(best)} trials"
-        said = (f"[{of}] trial {r.number}: {self.result(r)}", _words(r), leading if best else "no feasible trial yet")
+        elif best:
+            extreme = "highest" if self.directions[0] == "maximize" else "lowest"
+            leading = f"{extreme} {self._numbers(best[0].values)} (trial {best[0].number})"
+        of = launched if self.limit is None else f"{launched}/{self.limit}"
+        said = (f"[{of}] trial {r.number}: {self.result(r)}", _words(r), leading)
         self.say(" | ".join(x for x in said if x))
 
     def result(self, r: Record) -> str:
@@ -217,47 +217,37 @@ def _forget_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
+@dataclass(eq=False)
 class Search:
-    """One run of a study.
+    """One run of a study. Raises BadInput for a sampler or a queue that does not suit the space."""
 
-    preflight: called with a Job before it is launched; see `sweep.search.candidate.read_preflight` for what it may say.
-        If it has a method `learn`, that gets the Record of every ended trial, those of earlier runs first.
-    plan: called with this Search before the first candidate; returns points to try first, in a person's values.
-    read: called with a Job and what it returned; returns what `read_answer` understands.
-    recover: called with a Job that was running when its command was killed; returns what it would have, or None.
-    verdict: called with this Search at its end; returns the trial that was judged best, or None: best is who leads.
-    """
+    study: optuna.Study
+    space: Space
+    sampler: Sampler
+    settings: Settings
+    runner: Runner
+    _: KW_ONLY
+    folder: Path | None = None
+    fixed: str = ""  # digest of what is not searched
+    enqueue: Iterable[Mapping[str, Any]] = ()  # points to try first, in a person's values
+    #: What `read_preflight` reads. Its method `learn`, if any, gets each ended trial, those of earlier runs first.
+    preflight: Callable[[Job], Any] | None = None
+    plan: Callable[[Search], Iterable[Mapping[str, Any]]] | None = None  # more such points
+    read: Callable[[Job, Any], Any] | None = None  # makes what `read_answer` reads of what a job returned
+    recover: Callable[[Job], Any] | None = None  # what a job whose command was killed would have returned, or None
+    verdict: Callable[[Search], Record | None] | None = None  # the best trial; None: the one that leads
+    say: Callable[[str], None] = print
+    session: Any = None
 
-    def __init__(
-        self,
-        study: optuna.Study,
-        space: Space,
-        sampler: Sampler,
-        settings: Settings,
-        runner: Runner,
-        *,
-        folder: Path | None = None,
-        fixed: str = "",
-        enqueue: Iterable[Mapping[str, Any]] = (),
-        preflight: Callable[[Job], Any] | None = None,
-        plan: Callable[[Search], Iterable[Mapping[str, Any]]] | None = None,
-        read: Callable[[Job, Any], Any] | None = None,
-        recover: Callable[[Job], Any] | None = None,
-        verdict: Callable[[Search], Record | None] | None = None,
-        say: Callable[[str], None] = print,
-        session: Any = None,
-    ) -> None:
-        self.study, self.space, self.sampler, self.settings, self.runner = study, space, sampler, settings, runner
-        self.folder, self.fixed, self.session = folder, fixed, session
-        self.preflight, self.plan, self.read, self.recover, self.verdict = preflight, plan, read, recover, verdict
-        self.queue: list[Point] = [space.label(p) for p in enqueue]
-        self.points = space.points(MOST_POINTS)
-        if sampler.exhaustive and self.points is None:
+    def __post_init__(self) -> None:
+        self.queue: list[Point] = [self.space.label(p) for p in self.enqueue]
+        self.points = self.space.points(MOST_POINTS)
+        if self.sampler.exhaustive and self.points is None:
             wrong, todo = "the space is not finite", "use choices and ranges, or tpe"
-            raise BadInput("hydra.sweeper.sampler", sampler.name, wrong, todo)
-        study.sampler = sampler.optuna
-        self.limits = Limits(settings, exhaustive=sampler.exhaustive)
-        self.progress = Progress(settings, self.limits.n_trials, say)
+            raise BadInput("hydra.sweeper.sampler", self.sampler.name, wrong, todo)
+        self.study.sampler = self.sampler.optuna
+        self.limits = Limits(self.settings, exhaustive=self.sampler.exhaustive)
+        self.progress = Progress(self.settings, self.limits.n_trials, self.say)
         self.records: dict[int, Record] = {}
         self.ended_because = RUNNING
         self._known: dict[tuple[str, ...], Record] = {}  # measured, refused, or failed in this run
@@ -360,11 +350,7 @@ class Search:
             self._launch(batch)
         self._running.clear()
         for trial, job in twins:
-            known = self._known.get(self.space.identity(job.point))
-            if known is not None:
-                self._answer_from_memory(trial, job, known)
-            else:
-                self._tell(trial, job, Answer(FAILED, reason="the same point failed beside it"), BY_MEMORY)
+            self._answer_from_memory(trial, job, self._known[self.space.identity(job.point)])
 
     def _job(self, number: int, point: Point, overrides: list[str]) -> Job:
         return Job(number, point, overrides, self.settings.objectives, self.session)
@@ -405,16 +391,17 @@ class Search:
         if known is not None and (known.answered_by != BY_PREFLIGHT or self.preflight is None):
             self._answer_from_memory(trial, job, known)
             return False
-        asked = {"owner": own_process(), "overrides": job.overrides, "fixed": self.fixed}
+        wrong = None
         try:
             job.config, job.folder = self.runner.compose(trial.number, job.overrides)
         except Exception as error:
-            with whole():
-                trial.set_user_attr(JOB, asked)
-                self._tell(trial, job, read_exception(error), BY_PREFLIGHT)
-            return False
+            wrong = read_exception(error)
         with whole():
-            trial.set_user_attr(JOB, asked | ({"folder": str(job.folder)} if job.folder is not None else {}))
+            asked = {"owner": own_process(), "overrides": job.overrides, "fixed": self.fixed}
+            trial.set_user_attr(JOB, asked if job.folder is None else asked | {"folder": str(job.folder)})
+            if wrong is not None:
+                self._tell(trial, job, wrong, BY_PREFLIGHT)
+                return False
         job.estimate = self._judge(job)
         if job.estimate is None:
             return True
@@ -447,15 +434,9 @@ class Search:
     @whole()
     def _answer_from_memory(self, trial: optuna.Trial, job: Job, known: Record) -> None:
         trial.set_user_attr("same_as", known.number if known.same_as is None else known.same_as)
-        answer = Answer(
-            outcome=known.outcome,
-            values=known.values or known.estimated_values,
-            constraints=known.constraints,
-            reason=known.reason,
-            mlflow_run_id=known.mlflow_run_id,
-            folder=known.folder,
-            estimated=known.values is None,
-        )
+        same = ("outcome", "constraints", "reason", "mlflow_run_id", "folder")
+        values = known.values or known.estimated_values
+        answer = Answer(**{k: getattr(known, k) for k in same}, values=values, estimated=known.values is None)
         self._tell(trial, job, answer, BY_MEMORY)
 
     def _launch(self, batch: list[tuple[optuna.Trial, Job]]) -> None:
