@@ -322,7 +322,7 @@ def planned(bench: Workbench, wanted: int, hook: Preflight | None) -> list[dict[
     others = [c for c in all_ if not is_baseline(c.strategy, whole)]
     hook.pieces = bench.pieces  # type: ignore[attr-defined]
     ranked, _ = rank(bench.config, others, hook.pieces, hook.forecast, wanted)
-    return first + [r.candidate.point for r in ranked]
+    return first + [r.point for r in ranked]
 
 
 def by_itself(bench: Workbench, seed: int, sampler: optuna.samplers.BaseSampler) -> dict[str, Any]:

@@ -250,9 +250,13 @@ class HydraRunner:
         folder = job.folder
         if folder is None or (given == job.number and not folder.exists()):
             return job.overrides
-        others = (folder.with_name(f"{folder.name}-{i}") for i in itertools.count(2))
-        free = next(f for f in itertools.chain([folder], others) if not f.exists())
-        return [*job.overrides, f"hydra.sweep.subdir={encode(os.path.relpath(free, self.folder))}"]
+        return [*job.overrides, f"hydra.sweep.subdir={encode(os.path.relpath(unused(folder), self.folder))}"]
+
+
+def unused(folder: Path) -> Path:
+    """The folder, or one beside it (name-2, name-3, ...) that is not there yet."""
+    others = (folder.with_name(f"{folder.name}-{i}") for i in itertools.count(2))
+    return next(f for f in itertools.chain([folder], others) if not f.exists())
 
 
 def _folder(config: DictConfig) -> Path | None:

@@ -17,7 +17,6 @@ never shown as a result.
 
 from __future__ import annotations
 
-import heapq
 import math
 import statistics
 import time
@@ -28,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.optimize import nnls
 
 from sweep.config.check import typed
 from sweep.config.device import allocator_capacity
@@ -70,7 +70,7 @@ class Probed:
 def probe(config: Config, strategies: list[StrategyConf], folder: Path) -> Probed:
     """Time one micro-step of each strategy, on CUDA in a process of its own. `strategies` name their micro-batch size.
 
-    folder: where a process of its own gets its request and leaves its answer. Raises RuntimeError where it gave none.
+    folder: of that process's request and answer. Raises RuntimeError where it gave none.
     """
     asked = [plain(s) for s in strategies]
     if config.device.type != "cuda":
@@ -137,10 +137,11 @@ def _timed(run: Callable[[], object], device: torch.device) -> float:
 
 @dataclass
 class Candidate:
-    """One point of the grid: the sampler's words for it, and its strategy."""
+    """One point of the grid: the sampler's words for it, its strategy, and the estimate once it has one."""
 
     point: Any
     strategy: StrategyConf
+    samples_per_s: float = 0.0
 
 
 @dataclass
@@ -150,14 +151,13 @@ class Line:
     points: dict[int, float] = field(default_factory=dict)
 
     def at(self, samples: int) -> float:
-        known = sorted(self.points)
+        known = sorted(self.points, key=lambda k: (abs(k - samples), k))
         if not known:
             return 0.0
-        if samples in self.points:
-            return self.points[samples]
-        if len(known) == 1:
-            return self.points[known[0]] * samples / known[0]
-        a, b = sorted(sorted(known, key=lambda k: abs(k - samples))[:2])
+        a = known[0]
+        if a == samples or len(known) == 1:
+            return self.points[a] * samples / a
+        b = known[1]
         slope = (self.points[b] - self.points[a]) / (b - a)
         return max(0.0, self.points[a] + slope * (samples - a))
 
@@ -294,29 +294,17 @@ def fill(
 
 
 def _straight(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """Least squares of ms = a + b * MiB with neither below zero."""
-    x, y = np.array([p[0] for p in points]), np.array([max(p[1], 0.0) for p in points])
-    if len(points) < 2 or np.ptp(x) == 0:
-        return 0.0, float(y.sum() / x.sum()) if x.sum() > 0 else 0.0
-    slope, start = np.polyfit(x, y, 1)
-    if slope < 0:
-        return float(y.mean()), 0.0
-    if start < 0:
-        return 0.0, float((x * y).sum() / (x * x).sum())
+    """Least squares of ms = a + b * MiB with neither below zero; a line through zero where all move the same."""
+    moved, added = np.array(points).T
+    if np.ptp(moved) == 0:
+        return 0.0, float(added.sum() / moved.sum()) if moved.sum() > 0 else 0.0
+    (start, slope), _ = nnls(np.stack([np.ones_like(moved), moved], 1), added)
     return float(start), float(slope)
-
-
-@dataclass
-class Ranked:
-    """A candidate that is predicted to fit, with its estimate."""
-
-    candidate: Candidate
-    samples_per_s: float
 
 
 def rank(
     config: Config, candidates: Iterable[Candidate], pieces: Pieces, forecast: Forecast, wanted: int
-) -> tuple[list[Ranked], int]:
+) -> tuple[list[Candidate], int]:
     """The `wanted` candidates with the best estimates among those predicted to fit, best first, each computation once.
 
     Also returns how many were predicted. Bytes that offload moves are known from the prediction only, so candidates are
@@ -326,12 +314,12 @@ def rank(
     order = sorted(
         ((whole / pieces.step_ms(c.strategy, whole, 0.0) * 1000, c) for c in candidates), key=lambda pair: -pair[0]
     )
-    best: list[tuple[float, int, Candidate]] = []  # heap, the slowest on top
+    best: list[tuple[float, int]] = []  # estimate and minus the position in the order, best first
     seen: set[str] = set()
     too_large: dict[str, int] = {}  # strategy without its micro-batch -> smallest size that does not fit
     predicted = 0
     for position, (at_most, candidate) in enumerate(order):
-        if len(best) == wanted and at_most <= best[0][0]:
+        if len(best) == wanted and at_most <= best[-1][0]:
             break
         own = replace(config, strategy=candidate.strategy)
         micro = micro_batch_size(candidate.strategy, whole)
@@ -351,18 +339,15 @@ def rank(
             continue
         seen.add(same)
         speed = whole / pieces.step_ms(candidate.strategy, whole, judgement.prediction.moved_mib) * 1000
-        heapq.heappush(best, (speed, -position, candidate))
-        if len(best) > wanted:
-            heapq.heappop(best)
-    ranked = sorted(best, key=lambda entry: (-entry[0], -entry[1]))
-    return [Ranked(candidate, speed) for speed, _, candidate in ranked], predicted
+        best = sorted([*best, (speed, -position)], reverse=True)[:wanted]
+    return [replace(order[-behind][1], samples_per_s=speed) for speed, behind in best], predicted
 
 
 @dataclass
 class Plan:
     """What to try first, and how long planning took."""
 
-    ranked: list[Ranked]
+    ranked: list[Candidate]  # those that are predicted to fit, best first
     pieces: Pieces
     predicted: int
     seconds: float

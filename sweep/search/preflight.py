@@ -5,9 +5,8 @@ Named in conf/hydra/sweeper/budget.yaml and conf/search/; all live in the proces
 
 from __future__ import annotations
 
-import itertools
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from sweep import interrupts
 from sweep.config.addresses import without_hydra, words_of
 from sweep.config.check import check_diagnosis, typed
-from sweep.config.schema import (
-    CheckpointConf,
-    Config,
-    Granularity,
-    Mode,
-    OffloadConf,
-    Placement,
-    SearchSpaceConf,
-    StrategyConf,
-)
+from sweep.config.schema import CheckpointConf, Config, Granularity, Mode, Placement, StrategyConf
 from sweep.config.strategy_names import describe, fixed_id, is_baseline, strategy_at, strategy_id
 from sweep.decide.verdict import Facts, deciding_peak_mib, grouped, memory_cap
 from sweep.errors import BadInput, CannotPredict, NoEffect, NothingOffloaded, NothingRecomputed
@@ -34,9 +24,9 @@ from sweep.format import number
 from sweep.memory.device import resolve_device
 from sweep.results import Outcome, TrialResult, read_trials
 from sweep.search.candidate import Answer, Job
-from sweep.search.hydra import compositions, space_of, study_name
+from sweep.search.hydra import compositions, space_of, study_name, unused
 from sweep.search.loop import Search
-from sweep.search.plan import Candidate, Forecast, Judgement, Pieces, Plan, make_plan, signature
+from sweep.search.plan import Candidate, Forecast, Judgement, Pieces, make_plan, signature
 from sweep.search.space import encode
 from sweep.search.study import Record
 from sweep.session import Session
@@ -53,29 +43,11 @@ MIN_KIB = "strategy.offload.min_tensor_kib"
 SHARE_OF_A_PART = 0.1
 
 
-@dataclass
-class Choices:
-    """The values of each key for one workload."""
-
-    micro_batch_sizes: list[int]  # samples, the whole global batch first
-    every_k: list[int] = field(default_factory=list)
-    selective: bool = False
-    parts: list[str] = field(default_factory=list)
-    placements: list[str] = field(default_factory=lambda: ["none"])
-    first_blocks: list[int] = field(default_factory=list)
-    min_tensor_kib: list[float] = field(default_factory=list)
-
-    @property
-    def granularities(self) -> list[str]:
-        kinds = {"blocks": bool(self.every_k), "selective": self.selective, "parts": bool(self.parts)}
-        return ["none", *(kind for kind, there in kinds.items() if there)]
-
-
-def choices(config: Config) -> Choices:
-    """What the model and the batch allow of `config.search.space`."""
-    w, s = config.workload, config.search.space
+def choices(config: Config) -> dict[str, list[Any]]:
+    """The values of each key that the model and the batch allow of `config.search.space`, in the words of Optuna."""
+    w, s, offload = config.workload, config.search.space, config.strategy.offload
     sizes = s.micro_batch_sizes or [n for n in range(1, w.global_batch_size + 1) if w.global_batch_size % n == 0]
-    found = Choices(sorted(set(sizes), reverse=True))
+    found: dict[str, list[Any]] = {MICRO: sorted(set(sizes), reverse=True), GRANULARITY: ["none"], PLACEMENT: ["none"]}
     blocks = find_blocks(build_outline(w), w.blocks)
     if not blocks:
         for key, asked in (("first_blocks", s.first_blocks), ("parts", s.parts)):
@@ -83,15 +55,27 @@ def choices(config: Config) -> Choices:
                 todo = "name them with workload.blocks, or leave it out"
                 raise BadInput(f"search.space.{key}", asked, "the model has no repeated blocks", todo)
         return found
-    found.every_k = sorted({k for k in s.every_k if k <= len(blocks)}, reverse=True)
-    found.selective = s.selective
     for part in s.parts or ():
         try:
             check_blocks(StrategyConf("", checkpoint=CheckpointConf(Granularity.parts, parts=[part])), blocks)
         except BadInput as error:
             raise BadInput("search.space.parts", part, error.wrong, error.todo) from error
-    found.parts = s.parts if s.parts is not None else _parts_worth_it(blocks[0].module)
-    _add_offload(found, s, config.strategy.offload, len(blocks))
+    parts = s.parts if s.parts is not None else _parts_worth_it(blocks[0].module)
+    every_k = sorted({k for k in s.every_k if k <= len(blocks)}, reverse=True)
+    there = {"blocks": every_k, "selective": s.selective, "parts": parts}
+    found[GRANULARITY] += [kind for kind, any_of_it in there.items() if any_of_it]
+    found |= {EVERY_K: every_k, PARTS: [f"[{part}]" for part in parts]}
+    movable = len(blocks) - offload.keep_last
+    for n in s.first_blocks or ():
+        if n > movable:
+            wrong = f"the model has {len(blocks)} blocks, of which {max(movable, 0)} may be offloaded"
+            todo = f"give 1 to {movable}, or lower strategy.offload.keep_last" if movable > 0 else "leave it out"
+            raise BadInput("search.space.first_blocks", n, wrong, todo)
+    if movable > 0:
+        wanted = s.first_blocks or [round(len(blocks) * share) for share in (0.25, 0.5, 0.75)]
+        found[FIRST] = [f"first:{n}" for n in sorted({n for n in wanted if 0 < n <= movable})]
+        found[PLACEMENT] = [p.name for p in s.placements if p is not Placement.blocks or found[FIRST]]
+        found[MIN_KIB] = sorted(set(s.min_tensor_kib)) or [offload.min_tensor_kib]
     return found
 
 
@@ -102,42 +86,27 @@ def _parts_worth_it(block: Any) -> list[str]:
     return worth if len(worth) > 1 else []  # a part that is the whole block is no other strategy
 
 
-def _add_offload(found: Choices, s: SearchSpaceConf, offload: OffloadConf, blocks: int) -> None:
-    movable = blocks - offload.keep_last
-    for n in s.first_blocks or ():
-        if n > movable:
-            wrong = f"the model has {blocks} blocks, of which {max(movable, 0)} may be offloaded"
-            todo = f"give 1 to {movable}, or lower strategy.offload.keep_last" if movable > 0 else "leave it out"
-            raise BadInput("search.space.first_blocks", n, wrong, todo)
-    if movable < 1:
-        return
-    wanted = s.first_blocks or [round(blocks * share) for share in (0.25, 0.5, 0.75)]
-    found.first_blocks = sorted({n for n in wanted if 0 < n <= movable})
-    found.placements = [p.name for p in s.placements if p is not Placement.blocks or found.first_blocks]
-    found.min_tensor_kib = sorted(set(s.min_tensor_kib)) or [offload.min_tensor_kib]
-
-
 class Suggest:
     """The search space of this project: asks an Optuna trial for one strategy."""
 
     def __init__(self) -> None:
-        self._choices: Choices | None = None  # of the command's one workload
+        self._choices: dict[str, list[Any]] | None = None  # of the command's one workload
 
     def __call__(self, config: DictConfig, trial: Any) -> None:
         if self._choices is None:
             self._choices = choices(typed(config, whole=False))
         c = self._choices
-        trial.suggest_categorical(MICRO, c.micro_batch_sizes)
-        granularity = trial.suggest_categorical(GRANULARITY, c.granularities)
+        trial.suggest_categorical(MICRO, c[MICRO])
+        granularity = trial.suggest_categorical(GRANULARITY, c[GRANULARITY])
         if granularity == "blocks":
-            trial.suggest_categorical(EVERY_K, c.every_k)
+            trial.suggest_categorical(EVERY_K, c[EVERY_K])
         if granularity == "parts":
-            trial.suggest_categorical(PARTS, [f"[{part}]" for part in c.parts])
-        placement = trial.suggest_categorical(PLACEMENT, c.placements)
+            trial.suggest_categorical(PARTS, c[PARTS])
+        placement = trial.suggest_categorical(PLACEMENT, c[PLACEMENT])
         if placement == "blocks":
-            trial.suggest_categorical(FIRST, [f"first:{n}" for n in c.first_blocks])
+            trial.suggest_categorical(FIRST, c[FIRST])
         if placement != "none":
-            trial.suggest_categorical(MIN_KIB, c.min_tensor_kib)
+            trial.suggest_categorical(MIN_KIB, c[MIN_KIB])
 
 
 #: Violation of a limit by a trial that died before a number was known.
@@ -188,9 +157,9 @@ class Preflight:
         info = record.info
         if record.same_as is not None or "computation" not in info:
             return
+        if not record.launched and record.folder:
+            self._refused.add(info["computation"])
         if not record.launched:
-            if record.folder:
-                self._refused.add(info["computation"])
             return
         if record.state == "COMPLETE":
             self._trial_of.setdefault(info["computation"], record.number)
@@ -214,20 +183,17 @@ class Preflight:
         if job.folder is None or same in self._refused or job.session is None:
             return
         self._refused.add(same)
-        others = (job.folder.with_name(f"{job.folder.name}-{i}") for i in itertools.count(2))
-        folder = next(f for f in itertools.chain([job.folder], others) if not f.exists())
-        prediction, reason = judgement.prediction, judgement.reason
-        result = job.session.refuse(typed(job.config), folder, job.overrides, prediction, reason)
+        folder = unused(job.folder)
+        result = job.session.refuse(typed(job.config), folder, job.overrides, judgement.prediction, judgement.reason)
         said.mlflow_run_id, said.folder = result.mlflow_run_id, str(folder)
 
     def _baseline(self, config: Config, session: Session | None) -> None:
         """A trial runs its baseline first where there is none yet. Where that cannot fit, it is recorded as refused."""
         if session is None or not config.compare or session.baseline_of(config) is not None:
             return
-        baseline = replace(config, strategy=StrategyConf(name="baseline"))
         if is_baseline(config.strategy, config.workload.global_batch_size):
             return
-        judgement = self.forecast.judge(baseline)
+        judgement = self.forecast.judge(replace(config, strategy=StrategyConf(name="baseline")))
         if not judgement.fits:
             session.refuse_baseline(config, judgement.prediction, judgement.reason)
 
@@ -339,34 +305,30 @@ def plan(search: Search) -> list[dict[str, Any]]:
     if config.search.plan_points and len(candidates) > 1 and search.folder is not None:
         preflight = search.preflight if isinstance(search.preflight, Preflight) else Preflight()
         others = [c for c in candidates if c is not baseline]
-        search.progress.say(f"planning: timing single micro-steps, then estimating {len(others)} candidates")
+        search.say(f"planning: timing single micro-steps, then estimating {len(others)} candidates")
         try:
             made = make_plan(config, others, preflight.forecast, config.search.plan_points, search.folder)
         except BadInput:
             raise
         except Exception as error:  # a search without a plan is still a search
             why = f"{type(error).__name__}: {error}"
-            search.progress.say(f"no plan could be made ({why}); the sampler begins by itself")
+            search.say(f"no plan could be made ({why}); the sampler begins by itself")
         else:
             preflight.pieces = made.pieces
-            search.progress.say("\n".join(_plan_lines(made, config.workload.global_batch_size)))
-            points += [r.candidate.point for r in made.ranked]
+            spent = f"{made.pieces.seconds:.1f} s of timed micro-steps, {made.predicted} predictions"
+            lines = [f"plan after {made.seconds:.1f} s ({spent}); estimates, to be measured:"]
+            for r in made.ranked:
+                name = describe(r.strategy, config.workload.global_batch_size)
+                lines.append(f"  {name}: about {number(r.samples_per_s)} samples/s [predicted]")
+            if not made.ranked:
+                timed = bool(made.pieces.plain.points)
+                nothing = "no candidate is predicted to fit" if timed else "nothing that fits could be timed"
+                lines.append(f"  {nothing}; the sampler begins by itself")
+            search.say("\n".join(lines))
+            points += [r.point for r in made.ranked]
     with interrupts.whole():
         search.study.set_user_attr(PLAN, points)
     return points
-
-
-def _plan_lines(made: Plan, whole: int) -> list[str]:
-    spent = f"{made.pieces.seconds:.1f} s of timed micro-steps, {made.predicted} predictions"
-    lines = [f"plan after {made.seconds:.1f} s ({spent}); estimates, to be measured:"]
-    for r in made.ranked:
-        lines.append(
-            f"  {describe(r.candidate.strategy, whole)}: about {number(r.samples_per_s)} samples/s [predicted]"
-        )
-    if not made.ranked:
-        nothing = "no candidate is predicted to fit" if made.pieces.plain.points else "nothing that fits could be timed"
-        lines.append(f"  {nothing}; the sampler begins by itself")
-    return lines
 
 
 def _candidates(search: Search, config: Config) -> list[Candidate]:

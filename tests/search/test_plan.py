@@ -26,7 +26,7 @@ from sweep.config.strategy_names import is_baseline, kind_of, strategy_at
 from sweep.results import Measurement, Outcome, TrialResult
 from sweep.search.candidate import Job
 from sweep.search.plan import Candidate, Forecast, Line, Pieces, fill, make_plan, probe_here, rank, signature
-from sweep.search.preflight import Choices, Preflight, Suggest, choices, limits
+from sweep.search.preflight import Preflight, Suggest, choices, limits
 from sweep.search.space import walk
 from sweep.search.study import Record
 from sweep.trial.measure import no_progress
@@ -59,12 +59,15 @@ def points(small: Config) -> list[dict[str, Any]]:
 
 
 def test_the_space_has_the_divisors_and_what_the_blocks_allow(small: Config) -> None:
-    found = choices(small)
-    assert found.micro_batch_sizes == [8, 4, 2, 1]
-    assert found.every_k == [4, 2, 1]
-    assert found.parts == ["attn", "mlp"]
-    assert found.placements == ["none", "inputs", "blocks", "all"]
-    assert found.first_blocks == [1, 2, 3]
+    assert choices(small) == {
+        "strategy.micro_batch_size": [8, 4, 2, 1],
+        "strategy.checkpoint.granularity": ["none", "blocks", "selective", "parts"],
+        "strategy.checkpoint.every_k": [4, 2, 1],
+        "strategy.checkpoint.parts": ["[attn]", "[mlp]"],
+        "strategy.offload.placement": ["none", "inputs", "blocks", "all"],
+        "strategy.offload.blocks": ["first:1", "first:2", "first:3"],
+        "strategy.offload.min_tensor_kib": [64.0, 1024.0],
+    }
 
 
 def test_a_key_that_means_nothing_is_not_asked_for(small: Config) -> None:
@@ -84,8 +87,7 @@ def test_the_baseline_is_one_point_of_the_space(small: Config) -> None:
 
 def test_a_model_without_blocks_is_searched_over_micro_batches_alone(small: Config) -> None:
     small.workload.model = {"_target_": "torch.nn.Linear", "in_features": 4, "out_features": 2}
-    assert choices(small) == Choices([8, 4, 2, 1])
-    assert choices(small).granularities == ["none"]
+    assert [v for v in choices(small).values() if v != ["none"]] == [[8, 4, 2, 1]]
 
 
 def test_words_that_set_more_than_the_strategy_are_no_candidate(small: Config) -> None:
@@ -341,7 +343,7 @@ def test_a_plan_from_real_micro_steps_estimates_what_is_then_measured(small: Con
     assert [r.samples_per_s for r in made.ranked] == sorted((r.samples_per_s for r in made.ranked), reverse=True)
     assert set(made.pieces.plain.points) == {1, 4, 8}
     # Eight micro-steps of one sample take longer than one of eight: the overhead of each is most of it here.
-    order = [r.candidate.strategy for r in made.ranked]
+    order = [r.strategy for r in made.ranked]
     assert order.index(candidates[0].strategy) < order.index(candidates[2].strategy)
     assert order.index(candidates[0].strategy) < order.index(candidates[4].strategy)
 
@@ -401,4 +403,4 @@ def test_nothing_is_timed_that_is_predicted_not_to_fit(
     assert timed
     assert all(forecast.judge(replace(small, strategy=s)).fits for s in timed)
     assert made.ranked
-    assert all(forecast.judge(replace(small, strategy=r.candidate.strategy)).fits for r in made.ranked)
+    assert all(forecast.judge(replace(small, strategy=r.strategy)).fits for r in made.ranked)
