@@ -24,7 +24,7 @@ from sweep.config.addresses import conceal_in, without_hydra, words_of
 from sweep.errors import EXIT_BAD_INPUT, EXIT_NOTHING_FEASIBLE, BadInput
 from sweep.search.candidate import Job
 from sweep.search.loop import Search, Settings, quiet_optuna
-from sweep.search.space import Space, bare, encode, read_space
+from sweep.search.space import Space, encode, read_space
 from sweep.search.study import (
     Record,
     Sampler,
@@ -104,7 +104,7 @@ def make_search(
 
     working_folder = Path(config.hydra.runtime.cwd)
     storage = open_storage(given["storage"], app_folder(task_function, working_folder), working_folder)
-    fixed = fixed_of(given, job_config, space)
+    fixed = fixed_digests(job_config, space, given["irrelevant"])
     name = given["study_name"] or default_name(str(config.hydra.job.name), fixed, space)
     if not given["resume"]:
         name = free_name(storage, name)
@@ -115,22 +115,22 @@ def make_search(
     runner.folder.mkdir(parents=True, exist_ok=True)
     if not (runner.folder / "multirun.yaml").exists():
         OmegaConf.save(config, runner.folder / "multirun.yaml")
-    hooks = {name: hook(given.get(name), name) for name in ("preflight", "plan", "read", "recover", "verdict")}
-    points = read_points(given["enqueue"])
-    fixed_digest = digest_of(fixed)
+    hooks = {name: hook(given[name], name) for name in ("preflight", "plan", "read", "recover", "verdict")}
+    points: Any = OmegaConf.to_container(given["enqueue"], resolve=True)
+    for point in points:
+        if not isinstance(point, Mapping):
+            raise BadInput("hydra.sweeper.enqueue", point, "is no point", "give a list of {key: value, ...}")
     return Search(
         study, space, sampler, settings, runner,
-        folder=runner.folder, fixed=fixed_digest, enqueue=points, session=session, **hooks,
+        folder=runner.folder, fixed=digest_of(fixed), enqueue=points, session=session, **hooks,
     )  # fmt: skip
 
 
 def space_of(given: Mapping[str, Any], arguments: list[str], loader: ConfigLoader, job_config: DictConfig) -> Space:
     """What the settings and the command line search."""
-    extend_name = given["custom_search_space"]
-    params: Any = OmegaConf.to_container(OmegaConf.create(given["params"] or {}))
-    return read_space(
-        params, arguments, loader, hook(extend_name, "custom_search_space"), job_config, extend_name or ""
-    )
+    name, params = given["custom_search_space"], OmegaConf.create(given["params"] or {})
+    extend: Any = hook(name, "custom_search_space")
+    return read_space(OmegaConf.to_container(params), arguments, loader, extend, job_config, name or "")  # type: ignore[arg-type]
 
 
 def compositions(space: Space) -> list[list[str]]:
@@ -144,17 +144,12 @@ def compositions(space: Space) -> list[list[str]]:
     ]
 
 
-def fixed_of(given: Mapping[str, Any], job_config: DictConfig, space: Space) -> dict[str, str]:
-    """Digests of what is not searched and can change a result."""
-    return fixed_digests(job_config, [bare(key) for key in space.parameters], list(given["irrelevant"] or ()))
-
-
 def study_name(config: DictConfig, app: str, loader: ConfigLoader, root: Path) -> str:
     """The name that the study of a composed command will have, known before it is opened; `app` begins it."""
     given, arguments = config.hydra.sweeper, words_of(config.hydra.overrides.task)
     job_config = without_hydra(config)
     space = space_of(given, arguments, loader, job_config)
-    name = given.study_name or default_name(app, fixed_of(given, job_config, space), space)
+    name = given.study_name or default_name(app, fixed_digests(job_config, space, given["irrelevant"]), space)
     if given.resume:
         return str(name)
     return free_name(open_storage(given.storage, root, Path(config.hydra.runtime.cwd)), str(name))
@@ -174,19 +169,10 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
     for key, least in _LEAST.items():
         if given[key] is not None and not given[key] >= least:
             raise BadInput(f"hydra.sweeper.{key}", given[key], f"is below {least}", f"give {least} or more")
-    limits = {key: given[key] for key in (*_LEAST, "seed")}
-    return Settings(directions, objectives, constraints, **limits)
+    return Settings(directions, objectives, constraints, **{key: given[key] for key in (*_LEAST, "seed")})
 
 
 _LEAST = {"n_trials": 1, "timeout_s": 0, "n_jobs": 1, "max_failures": 0, "max_failure_rate": 0, "max_skipped": 1}
-
-
-def read_points(given: Any) -> list[dict[str, Any]]:
-    points: Any = OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given or []
-    for point in points:
-        if not isinstance(point, Mapping):
-            raise BadInput("hydra.sweeper.enqueue", point, "is no point", "give a list of {key: value, ...}")
-    return list(points)
 
 
 def hook(conf: Any, name: str) -> Any:
@@ -195,15 +181,13 @@ def hook(conf: Any, name: str) -> Any:
         return None
     key = f"hydra.sweeper.{name}"
     if isinstance(conf, str):
-        conf = OmegaConf.create({"_target_": conf})
+        conf = {"_target_": conf}
     if not isinstance(conf, Mapping) and not OmegaConf.is_dict(conf):
         raise BadInput(key, conf, "is no config with _target_", "give _target_ and its arguments")
     target = conf.get("_target_")
     try:
-        found = get_object(str(target))
-        if not inspect.isclass(found):
-            conf = {**conf, "_partial_": True}
-        made = instantiate(conf, _convert_="all")
+        partial = not inspect.isclass(get_object(str(target)))
+        made = instantiate({**conf, "_partial_": partial}, _convert_="all")
     except BadInput:
         raise
     except Exception as error:

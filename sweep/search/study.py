@@ -28,7 +28,7 @@ from sweep.environment import has_ended
 from sweep.errors import BadInput
 from sweep.interrupts import whole
 from sweep.search.candidate import FAILED, OK, violation
-from sweep.search.space import Space
+from sweep.search.space import Space, bare
 from sweep.tracking.store import check_file
 
 SAMPLER_KEY = "hydra.sweeper.sampler"
@@ -108,14 +108,13 @@ def open_storage(conf: Any, root: Path, working_folder: Path) -> BaseStorage:
         raise BadInput(KEY, shown, f"cannot be used ({first})", "give another file, or move this one away") from error
 
 
-def fixed_digests(config: DictConfig, searched: Sequence[str], irrelevant: Sequence[str] = ()) -> dict[str, str]:
+def fixed_digests(config: DictConfig, space: Space, irrelevant: Iterable[str] = ()) -> dict[str, str]:
     """A short digest per key of all that is not searched: tells what changed without storing any value.
 
     irrelevant: keys, or whole nodes, that change no result.
     """
-    plain = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(plain, dict)
-    left_out = tuple(f"{key}." for key in (*searched, *irrelevant))
+    plain: Any = OmegaConf.to_container(config, resolve=False)
+    left_out = tuple(f"{key}." for key in (*map(bare, space.parameters), *irrelevant))
     return {k: digest_of(v) for k, v in sorted(_flat(plain, "").items()) if not f"{k}.".startswith(left_out)}
 
 
@@ -174,18 +173,15 @@ def open_study(
 
 
 def _check_question(study: optuna.Study, space: Space, directions: Sequence[str]) -> None:
-    direction, described = "hydra.sweeper.direction", space.describe()
     # Optuna itself minds the choices of a study that something else has begun.
+    described, direction = space.describe(), "hydra.sweeper.direction"
     before = study.user_attrs.get(SPACE, described) | {direction: ",".join(d.name.lower() for d in study.directions)}
     now = described | {direction: ",".join(directions)}
+    todo = "go on with that, or give hydra.sweeper.study_name=NAME or hydra.sweeper.resume=false for a new study"
     for key in sorted({*before, *now}):
         if before.get(key) != now.get(key):
-            raise BadInput(
-                key,
-                now.get(key, "(not searched)"),
-                f"was {before.get(key, 'not searched')} when the study {study.study_name} was begun",
-                "go on with that, or give hydra.sweeper.study_name=NAME or hydra.sweeper.resume=false for a new study",
-            )
+            wrong = f"was {before.get(key, 'not searched')} when the study {study.study_name} was begun"
+            raise BadInput(key, now.get(key, "(not searched)"), wrong, todo)
 
 
 @whole()
