@@ -48,7 +48,6 @@ from sweep.search.study import (
     best_first,
     close,
     counts,
-    draw_study,
     least_violating,
     record,
     records,

@@ -7,7 +7,6 @@ import importlib.util
 import inspect
 import itertools
 import json
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from operator import le
@@ -21,7 +20,7 @@ from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 from optuna.samplers import BaseSampler, RandomSampler
 from optuna.storages import BaseStorage, InMemoryStorage, RDBStorage
-from optuna.trial import FrozenTrial, TrialState, create_trial
+from optuna.trial import FrozenTrial, TrialState
 
 from sweep.config.addresses import masked, reveal, revealed, without_secrets
 from sweep.environment import has_ended
@@ -346,29 +345,3 @@ def write_summary(folder: Path, said: dict[str, Any]) -> None:
     plain = json.loads(json.dumps(said, default=str))  # no Python object, tuple or alias gets into the file
     partial.write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), encoding="utf-8")
     partial.replace(folder / RESULTS_FILE)
-
-
-def draw_study(study: optuna.Study, folder: Path) -> list[Path]:
-    """Optuna's own pictures of what was measured: history and importance of the keys for the throughput.
-
-    Returns the files; what cannot be drawn is left out with a warning.
-    """
-    measured = [(t, r.values[-1]) for t in study.get_trials(deepcopy=False) if (r := record(t)).launched and r.values]
-    # A copy of what ran: the estimates of what was refused are no measurements. Throughput is the last objective.
-    own = optuna.create_study(direction=study.directions[-1])
-    for t, value in measured:
-        own.add_trial(create_trial(value=value, params=t.params, distributions=t.distributions))
-    plots: dict[str, Any] = {"search_history.png": optuna.visualization.matplotlib.plot_optimization_history}
-    if len(measured) > 2 and len({value for _, value in measured}) > 1:
-        plots["search_importances.png"] = optuna.visualization.matplotlib.plot_param_importances
-    drawn = []
-    for name, plot in plots.items() if measured else ():
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # Optuna's plots are marked experimental
-                axes = plot(own, target_name="throughput (samples/s)")
-                axes.figure.savefig(folder / name, dpi=120, bbox_inches="tight")
-            drawn.append(folder / name)
-        except Exception as error:
-            warnings.warn(f"{name} was not drawn: {error}", RuntimeWarning, stacklevel=2)
-    return drawn
