@@ -20,6 +20,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from sweep.errors import BadInput
@@ -248,39 +249,30 @@ def test_case_8_values_reach_the_job_as_they_were_written(app):
 
 
 def test_case_9_a_grid_has_the_samplers_values_and_runs_them_all(app):
-    points: dict[str, set[tuple[Any, ...]]] = {}
-    for name, sampler in (("grid", "GridSampler"), ("random", "RandomSampler")):
+    points: list[set[tuple[Any, ...]]] = []
+    for sampler, n_trials in (("Grid", "null"), ("Random", "200")):
         seen: list[tuple[Any, ...]] = []
-        words = ["x=range(0,2)", "y=range(0,1,0.5)", "db=glob(*)"]
-        given = {"sampler": f"{{_target_:optuna.samplers.{sampler}}}", "storage": "null"}
-        if name == "random":
-            given["n_trials"] = "200"
-        sweep(app, lambda cfg, seen=seen: seen.append((cfg.x, cfg.y, cfg.db.name)) or cfg.x, *words, **given)
+        given = {"sampler": f"{{_target_:optuna.samplers.{sampler}Sampler}}", "storage": "null", "n_trials": n_trials}
+        job = lambda cfg, seen=seen: seen.append((cfg.x, cfg.y, cfg.db.name)) or cfg.x
+        sweep(app, job, "x=range(0,2)", "y=range(0,1,0.5)", "db=glob(*)", **given)
         assert len(seen) == 12
-        points[name] = set(seen)
-    assert points["grid"] == points["random"]
-    assert {p[0] for p in points["grid"]} == {0, 1}
-    assert {p[1] for p in points["grid"]} == {0, 0.5}
+        points.append(set(seen))
+    assert points[0] == points[1]
+    assert {p[:2] for p in points[0]} == {(x, y) for x in (0, 1) for y in (0, 0.5)}
 
 
 def test_case_12_known_points_are_answered_and_an_exhausted_space_ends_the_search(app, capsys):
     seen = []
-
-    def job(cfg):
-        seen.append((cfg.x, cfg.db.name))
-        return cfg.x
-
-    folder = sweep(
-        app, job, "x=1,2", "db=mysql,sqlite", n_trials=40, n_jobs=2, sampler="{_target_:optuna.samplers.RandomSampler}"
-    )
+    job = lambda cfg: seen.append((cfg.x, cfg.db.name)) or cfg.x
+    words = ["x=1,2", "db=mysql,sqlite"]
+    folder = sweep(app, job, *words, n_trials=40, n_jobs=2, sampler="{_target_:optuna.samplers.RandomSampler}")
     assert len(seen) == len(set(seen)) == 4
     said = capsys.readouterr().out
     assert "the space is exhausted: all of its 4 points are known" in said
     assert "serially" in said, "the basic launcher runs one job at a time"
     assert results_of(folder)["counts"]["launched"] == 4
-    # The same command again knows them all.
-    sweep(app, job, "x=1,2", "db=mysql,sqlite", n_trials=40)
-    assert len(seen) == 4
+    sweep(app, job, *words, n_trials=40)
+    assert len(seen) == 4, "the same command again knows them all"
 
 
 # --- what the stock plugin's command line does ------------------------------------------------------------------------
@@ -288,23 +280,16 @@ def test_case_12_known_points_are_answered_and_an_exhausted_space_ends_the_searc
 
 def test_words_of_every_kind_reach_the_job(app):
     seen: list[DictConfig] = []
-
-    def job(cfg):
-        seen.append(cfg)
-        return cfg.x
-
     sweep(
-        app, job, "x=int(interval(1,3))", "y=tag(log,interval(0.1,10))", "db=mysql,postgres", "+new.key=choice(a,b)",
-        "~extra", "db.port=shuffle(range(1,3))", "++free.z=5", "do=fixed", n_trials=4,
+        app, lambda cfg: seen.append(cfg) or cfg.x, "x=int(interval(1,3))", "y=tag(log,interval(0.1,10))",
+        "db=mysql,postgres", "+new.key=choice(a,b)", "~extra", "db.port=shuffle(range(1,3))", "++free.z=5", "do=fixed",
+        n_trials=4,
     )  # fmt: skip
     assert len(seen) == 4
     for cfg in seen:
-        assert cfg.x in (1, 2, 3)
-        assert 0.1 <= cfg.y <= 10
-        assert cfg.db.name in ("mysql", "postgres")
-        assert cfg.db.port in (1, 2)
-        assert cfg.new.key in ("a", "b")
-        assert "extra" not in cfg
+        assert 0.1 <= cfg.y <= 10 and "extra" not in cfg
+        assert cfg.x in (1, 2, 3) and cfg.db.port in (1, 2)
+        assert cfg.db.name in ("mysql", "postgres") and cfg.new.key in ("a", "b")
         assert (cfg.free.z, cfg.do) == (5, "fixed")
 
 
@@ -425,6 +410,13 @@ def test_a_folder_that_is_there_already_is_left_alone(app):
     assert folders == [str(app / "sweep" / "0-2"), str(app / "sweep" / "1")]
     assert [p.name for p in old.iterdir()] == ["precious.txt"]
     assert trials(app)[0].user_attrs["folder"] == str(app / "sweep" / "0-2")
+
+
+def test_what_cannot_be_composed_is_refused_before_anything_is_asked(app):
+    for word in ("nothere=1,2", "db=choice(mysql,nosuchdb)"):
+        with pytest.raises(HydraException, match="nothere|nosuchdb"):
+            sweep(app, lambda cfg: 1.0, word)
+    assert not (app / "o.db").exists()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,13 +18,13 @@ from sweep.config.schema import (
     Granularity,
     OffloadConf,
     Placement,
-    SearchConf,
     StrategyConf,
     plain,
 )
 from sweep.config.strategy_names import describe as name_of
 from sweep.config.strategy_names import is_baseline, kind_of, strategy_at
 from sweep.results import Measurement, Outcome, TrialResult
+from sweep.search import plan
 from sweep.search.candidate import Job
 from sweep.search.plan import Candidate, Forecast, Line, Pieces, fill, make_plan, probe_here, rank, signature
 from sweep.search.preflight import Preflight, Suggest, choices, limits
@@ -204,25 +205,20 @@ def measured(number: int, info: dict[str, Any]) -> Record:
 def test_the_preflight_refuses_with_a_violation_and_names_twins(small: Config) -> None:
     preflight = Preflight()
     said = preflight(asked(small, 0))
-    assert said is not None
-    assert said.constraints == {"memory": -1.0}
-    assert said.same_as is None
+    assert said is not None and (said.constraints, said.same_as) == ({"memory": -1.0}, None)
     preflight.learn(measured(0, {**said.info, "measured_mib": said.info["predicted_mib"]}))
     small.strategy = replace(small.strategy, name="same", micro_batch_size=WHOLE)
     again = preflight(asked(small, 1))
     assert again is not None and again.same_as == 0
     small.budget.memory_mib = said.info["predicted_mib"] * 0.8
     refused = Preflight()(asked(small, 2))
-    assert refused is not None
-    assert refused.constraints["memory"] == pytest.approx(0.25)
+    assert refused is not None and refused.constraints["memory"] == pytest.approx(0.25)
 
 
 def test_offload_that_moves_nothing_is_refused_as_invalid(small: Config) -> None:
     small.strategy.offload = OffloadConf(placement=Placement.all, min_tensor_kib=1e6)
     said = Preflight()(asked(small, 0))
-    assert said is not None
-    assert said.run is False
-    assert said.constraints == {"valid": 1.0}
+    assert said is not None and (said.run, said.constraints) == (False, {"valid": 1.0})
 
 
 # -- what a trial came to
@@ -247,6 +243,9 @@ def test_each_limit_is_a_share_beyond_it(small: Config) -> None:
     assert limits(ended(small, peak=40.0, speed=160.0, loss=1.05), baseline, small) == pytest.approx(
         {"memory": 0, "throughput": 0, "eval_loss": 0, "valid": 0}
     )
+    # Relative ones do not apply against a baseline that was not run.
+    refused = limits(ended(small), ended(small, Outcome.over_budget.value), small)
+    assert (refused["throughput"], refused["eval_loss"]) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -265,13 +264,6 @@ def test_a_trial_that_went_wrong_violates_a_limit(small: Config, outcome: str, k
     assert sum(v > 0 for v in found.values()) == 1
     if key == "memory":
         assert 0 < limits(ended(small, outcome), None, small, predicted_over=-0.1)["memory"] < 1
-
-
-def test_relative_floors_do_not_apply_against_a_baseline_that_was_not_run(small: Config) -> None:
-    small.strategy = strategy(4)
-    small.budget.min_throughput_ratio = 0.8
-    refused = ended(small, Outcome.over_budget.value)
-    assert limits(ended(small), refused, small)["throughput"] == 0
 
 
 # -- the plan
@@ -305,12 +297,8 @@ def test_the_ranking_finds_the_best_that_are_predicted_to_fit_and_predicts_few(s
         blocks=4,
     )
     forecast = Forecast()
-    grid = [
-        Candidate(i, strategy(micro, kind, 1, placement))
-        for i, (micro, kind, placement) in enumerate(
-            (m, k, p) for m in (8, 4, 2, 1) for k in ("none", "blocks", "selective") for p in ("none", "all")
-        )
-    ]
+    every_kind = itertools.product((8, 4, 2, 1), ("none", "blocks", "selective"), (1,), ("none", "all"))
+    grid = [Candidate(i, strategy(*kind)) for i, kind in enumerate(every_kind)]
     small.budget.memory_mib = forecast.judge(replace(small, strategy=strategy(4, "selective"))).allocated_mib * 1.01
     every = []
     for c in grid:
@@ -324,39 +312,25 @@ def test_the_ranking_finds_the_best_that_are_predicted_to_fit_and_predicts_few(s
 
 
 def test_a_plan_from_real_micro_steps_estimates_what_is_then_measured(small: Config, tmp_path: Path) -> None:
-    small.search = SearchConf(name="budget")
-    small.workload.global_batch_size = WHOLE
-    candidates = [
-        Candidate(plain(s), s)
-        for s in (
-            strategy(8),
-            strategy(4),
-            strategy(1),
-            strategy(8, "blocks"),
-            strategy(1, "blocks"),
-            strategy(8, placement="all"),
-        )
-    ]  # fmt: skip
+    kinds = [(8,), (4,), (1,), (8, "blocks"), (1, "blocks"), (8, "none", 1, "all")]
+    candidates = [Candidate(i, strategy(*kind)) for i, kind in enumerate(kinds)]
     made = make_plan(small, candidates, Forecast(), 6, tmp_path)
-    assert len(made.ranked) == 6
-    assert all(r.samples_per_s > 0 for r in made.ranked)
-    assert [r.samples_per_s for r in made.ranked] == sorted((r.samples_per_s for r in made.ranked), reverse=True)
+    speeds = [r.samples_per_s for r in made.ranked]
+    assert len(speeds) == 6 and min(speeds) > 0
+    assert speeds == sorted(speeds, reverse=True)
     assert set(made.pieces.plain.points) == {1, 4, 8}
     # Eight micro-steps of one sample take longer than one of eight: the overhead of each is most of it here.
-    order = [r.strategy for r in made.ranked]
-    assert order.index(candidates[0].strategy) < order.index(candidates[2].strategy)
-    assert order.index(candidates[0].strategy) < order.index(candidates[4].strategy)
+    order = [r.point for r in made.ranked]
+    assert order.index(0) < min(order.index(2), order.index(4))
 
 
 def test_micro_steps_can_be_timed_in_a_process_of_their_own(small: Config, tmp_path: Path) -> None:
     """What CUDA devices get; here the process has a CPU."""
-    strategies = [strategy(4), strategy(4, "blocks"), strategy(4, "segments", 9)]
+    strategies = [strategy(4), strategy(4, "blocks"), strategy(4, "segments")]
     strategies[2].checkpoint.segment_size = 9  # more than there are blocks: goes wrong, and is not the end of it
-    asked = [plain(s) for s in strategies]
-    probed = call(probe_here, small, tmp_path, "probe.json", no_progress, strategies=asked)
-    assert probed.micro_step_ms[0] > 0
-    assert probed.micro_step_ms[1] > 0
-    assert probed.micro_step_ms[2] is None
+    probed = call(probe_here, small, tmp_path, "probe.json", no_progress, strategies=[plain(s) for s in strategies])
+    plainly, blocks, wrong = probed.micro_step_ms
+    assert plainly > 0 and blocks > 0 and wrong is None
     assert "segment_size" in probed.errors[0]
     assert probed.update_ms > 0
 
@@ -389,18 +363,11 @@ def test_where_nothing_fits_plainly_the_share_of_recomputed_flops_tells_plain_ti
 def test_nothing_is_timed_that_is_predicted_not_to_fit(
     small: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import sweep.search.plan as module
-
     forecast, timed = Forecast(), []
     small.budget.memory_mib = forecast.judge(replace(small, strategy=strategy(2))).allocated_mib * 1.001
-    real = module.probe
-    monkeypatch.setattr(module, "probe", lambda c, s, f: timed.extend(s) or real(c, s, f))
-    grid = [
-        Candidate(i, strategy(m, g))
-        for i, (m, g) in enumerate((m, g) for m in (8, 4, 2, 1) for g in ("none", "blocks"))
-    ]
-    made = make_plan(small, grid, forecast, 3, tmp_path)
-    assert timed
-    assert all(forecast.judge(replace(small, strategy=s)).fits for s in timed)
-    assert made.ranked
-    assert all(forecast.judge(replace(small, strategy=r.strategy)).fits for r in made.ranked)
+    real = plan.probe
+    monkeypatch.setattr(plan, "probe", lambda c, s, f: timed.extend(s) or real(c, s, f))
+    grid = [Candidate(None, strategy(m, g)) for m in (8, 4, 2, 1) for g in ("none", "blocks")]
+    ranked = [r.strategy for r in make_plan(small, grid, forecast, 3, tmp_path).ranked]
+    assert timed and ranked
+    assert all(forecast.judge(replace(small, strategy=s)).fits for s in [*timed, *ranked])
