@@ -12,15 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 from small_workloads import config
 
-from sweep.config.schema import (
-    CheckpointConf,
-    Config,
-    Granularity,
-    OffloadConf,
-    Placement,
-    StrategyConf,
-    plain,
-)
+from sweep.config.schema import CheckpointConf, Config, Granularity, OffloadConf, Placement, StrategyConf, plain
 from sweep.config.strategy_names import describe as name_of
 from sweep.config.strategy_names import is_baseline, kind_of, strategy_at
 from sweep.results import Measurement, Outcome, TrialResult
