@@ -82,10 +82,15 @@ def violation(constraints: Mapping[str, float]) -> float:
 
 
 def read_answer(returned: Any, names: Sequence[str]) -> Answer:
-    """The answer in what a job returned; `names` are the objectives'. Raises NoAnswer with the reason."""
+    """The answer in what a job returned: a number, a sequence of them, or an Answer; `names` are the objectives'.
+
+    Raises NoAnswer with the reason.
+    """
     if returned is None:
         raise NoAnswer("the job returned None, not an objective")
-    answer = _checked(returned if isinstance(returned, Answer) else Answer(values=_sequence(returned)), names)
+    several = isinstance(returned, (list, tuple)) or getattr(returned, "ndim", 0) > 0
+    values = list(returned) if several else [returned]
+    answer = _checked(returned if isinstance(returned, Answer) else Answer(values=values), names)
     if answer.outcome.startswith("oom") and answer.violation <= 0:
         answer.constraints = {**answer.constraints, OOM_CONSTRAINT: 1.0}
     if answer.outcome == OK and answer.violation > 0:
@@ -135,19 +140,13 @@ def _checked(answer: Answer, names: Sequence[str]) -> Answer:
         return found
     try:
         if len(answer.values) != len(names):
-            words = f"the job returned {len(answer.values)} objective(s) of {len(names)} ({', '.join(names)})"
-            raise NoAnswer(words)
+            raise NoAnswer(f"the job returned {len(answer.values)} objective(s) of {len(names)} ({', '.join(names)})")
         found.values = [_number(name, value) for name, value in zip(names, answer.values)]
     except NoAnswer:
         if found.violation <= 0:
             raise
         found.values = None
     return found
-
-
-def _sequence(returned: Any) -> list[Any]:
-    several = isinstance(returned, (list, tuple)) or getattr(returned, "ndim", 0) > 0
-    return list(returned) if several else [returned]
 
 
 def _number(name: str, value: Any) -> float:

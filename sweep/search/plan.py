@@ -42,7 +42,6 @@ from sweep.config.schema import (
     plain,
 )
 from sweep.config.strategy_names import digest, effective, fixed_id, strategy_id
-from sweep.errors import one_line
 from sweep.format import mib, percent
 from sweep.memory.device import resolve_device
 from sweep.results import MIB, Prediction
@@ -63,7 +62,6 @@ class Probed:
 
     micro_step_ms: list[float | None] = field(default_factory=list)  # one per strategy, in order
     update_ms: float = 0.0  # clipping, optimizer and scheduler, once per step
-    errors: list[str] = field(default_factory=list)
     seconds: float = 0.0  # what probing took
 
 
@@ -90,9 +88,8 @@ def probe_here(config: Config, strategies: list[dict[str, Any]], progress: Progr
     for strategy in (typed({**plain(config), "strategy": s}).strategy for s in strategies):
         try:
             probed.micro_step_ms.append(_micro_step_ms(workload, strategy))
-        except Exception as error:  # a candidate of this kind will say so itself, should it be run
+        except Exception:  # a candidate of this kind will say what is wrong itself, should it be run
             probed.micro_step_ms.append(None)
-            probed.errors.append(one_line(error))
     if any(t is not None for t in probed.micro_step_ms):
         update(workload)  # creates the optimizer's state
         probed.update_ms = _timed(lambda: update(workload), device)
@@ -103,15 +100,8 @@ def probe_here(config: Config, strategies: list[dict[str, Any]], progress: Progr
 
 def _micro_step_ms(workload: Workload, strategy: StrategyConf) -> float:
     phases, size = Phases(), strategy.micro_batch_size
-    with applied(
-        strategy,
-        workload.model,
-        workload.blocks,
-        workload.conf.global_batch_size,
-        phases,
-        workload.device,
-        workload.loss_state,
-    ) as force:
+    model, blocks, whole = workload.model, workload.blocks, workload.conf.global_batch_size
+    with applied(strategy, model, blocks, whole, phases, workload.device, workload.loss_state) as force:
         parts = [next(iter(split(workload.train_batch(0), size)))]
         targets = workload.loss.count(parts[0])
 

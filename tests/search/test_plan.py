@@ -323,7 +323,6 @@ def test_micro_steps_can_be_timed_in_a_process_of_their_own(small: Config, tmp_p
     probed = call(probe_here, small, tmp_path, "probe.json", no_progress, strategies=[plain(s) for s in strategies])
     plainly, blocks, wrong = probed.micro_step_ms
     assert plainly > 0 and blocks > 0 and wrong is None
-    assert "segment_size" in probed.errors[0]
     assert probed.update_ms > 0
 
 
