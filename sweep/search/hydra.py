@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -30,6 +29,7 @@ from sweep.search.study import (
     Sampler,
     default_name,
     digest_of,
+    first_free,
     fixed_digests,
     free_name,
     open_storage,
@@ -239,8 +239,7 @@ class HydraRunner:
 
 def unused(folder: Path) -> Path:
     """The folder, or one beside it (name-2, name-3, ...) that is not there yet."""
-    others = (folder.with_name(f"{folder.name}-{i}") for i in itertools.count(2))
-    return next(f for f in itertools.chain([folder], others) if not f.exists())
+    return folder.with_name(first_free(folder.name, lambda name: folder.with_name(name).exists()))
 
 
 def _folder(config: DictConfig) -> Path | None:

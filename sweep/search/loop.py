@@ -52,7 +52,6 @@ from sweep.search.study import (
     record,
     records,
     stale,
-    summary,
     write_summary,
 )
 
@@ -179,15 +178,14 @@ class Progress:
         n = counts(found)
         tail = ", ".join(f"{n[k]} {w}" for k, w in _SAID.items() if n[k])
         self.say(f"the search ended: {why} ({tail})" if tail else f"the search ended: {why}")
-        nearest = least_violating(found)
-        if not best:
-            self.say("no feasible trial")
-        if not best and nearest is not None:
-            self.say(f"least violating: {self._line(nearest)}")
         if best and len(self.directions) == 1:
             self.say(f"best: {self._line(best[0])}")
         elif best:
             self.say("\n  ".join([f"Pareto front of {len(best)} trials:", *map(self._line, best)]))
+        else:
+            self.say("no feasible trial")
+            if nearest := least_violating(found):
+                self.say(f"least violating: {self._line(nearest)}")
 
     def _line(self, r: Record) -> str:
         return " | ".join(x for x in (f"trial {r.number}: {self.result(r)}", _words(r), r.folder) if x)
@@ -530,7 +528,7 @@ class Search:
         if self.folder is not None:
             found = list(self.records.values())
             best = self.best() if self.ended_because != RUNNING else best_first(found, self.settings.directions)
-            write_summary(self.folder, summary(self.study, found, best, self.sampler.name, self.ended_because))
+            write_summary(self.folder, self.study, found, best, self.sampler.name, self.ended_because)
 
     # --- what is known --------------------------------------------------------------------------------------------
 

@@ -134,10 +134,13 @@ def default_name(app: str, fixed: Mapping[str, str], space: Space) -> str:
     return f"{app}-{digest_of([fixed, sorted(space.parameters), space.extend_name])}"
 
 
+def first_free(name: str, taken: Callable[[str], bool]) -> str:
+    """The name, or name-2, name-3, ... where it is taken."""
+    return next(n for n in itertools.chain([name], (f"{name}-{i}" for i in itertools.count(2))) if not taken(n))
+
+
 def free_name(storage: BaseStorage, name: str) -> str:
-    """The name, or name-2, name-3, ... where there is such a study already."""
-    taken = set(optuna.get_all_study_names(storage))
-    return next(n for n in itertools.chain([name], (f"{name}-{i}" for i in itertools.count(2))) if n not in taken)
+    return first_free(name, set(optuna.get_all_study_names(storage)).__contains__)
 
 
 @whole()
@@ -281,8 +284,7 @@ def best_first(found: Sequence[Record], directions: Sequence[str]) -> list[Recor
     signs = [-1.0 if d == "maximize" else 1.0 for d in directions]
 
     def costs(r: Record) -> list[float]:
-        assert r.values is not None
-        return [s * v for s, v in zip(signs, r.values)]
+        return [s * v for s, v in zip(signs, r.values or ())]
 
     if len(directions) > 1:
         points = [costs(r) for r in feasible]
@@ -309,21 +311,21 @@ def counts(found: Sequence[Record]) -> dict[str, int]:
     }
 
 
-def summary(
-    study: optuna.Study, found: Sequence[Record], best: Sequence[Record], sampler: str, ended_because: str
-) -> dict[str, Any]:
-    """The content of `optimization_results.yaml`. Its first keys are those that Hydra's own Optuna plugin writes."""
+def write_summary(
+    folder: Path, study: optuna.Study, found: Sequence[Record], best: Sequence[Record], sampler: str, ended_because: str
+) -> None:
+    """Write `optimization_results.yaml` whole or not at all. Its first keys are those of Hydra's own Optuna plugin."""
     said: dict[str, Any] = {"name": "optuna"}
-    if len(study.directions) == 1:
+    if len(study.directions) > 1:
+        said["solutions"] = [entry(r) for r in best]
+    else:
         said["best_params"] = best[0].params if best else None
         said["best_value"] = best[0].values[0] if best and best[0].values else None
         said["best_trial"] = entry(best[0]) if best else None
-    else:
-        said["solutions"] = [entry(r) for r in best]
     if not best:
         nearest = least_violating(found)
         said["least_violating"] = entry(nearest) if nearest is not None else None
-    return said | {
+    said |= {
         "study": study.study_name,
         "directions": [d.name.lower() for d in study.directions],
         "sampler": sampler,
@@ -331,17 +333,13 @@ def summary(
         "counts": counts(found),
         "trials": [entry(r) for r in found],
     }
+    partial = folder / f"{RESULTS_FILE}.partial"
+    plain = json.loads(json.dumps(said, default=str))  # no Python object, tuple or alias gets into the file
+    partial.write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    partial.replace(folder / RESULTS_FILE)
 
 
 def entry(r: Record) -> dict[str, Any]:
     """One trial with what is known of it; keys that have nothing to say are left out."""
     said = {k: v for k, v in asdict(r).items() if k not in ("state", ANSWERED_BY, "fixed")}
     return {k: v for k, v in said.items() if v not in (None, "", {}, []) or k in ("number", "outcome", "params")}
-
-
-def write_summary(folder: Path, said: dict[str, Any]) -> None:
-    """Write it whole or not at all: a kill never leaves half a file."""
-    partial = folder / f"{RESULTS_FILE}.partial"
-    plain = json.loads(json.dumps(said, default=str))  # no Python object, tuple or alias gets into the file
-    partial.write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    partial.replace(folder / RESULTS_FILE)
