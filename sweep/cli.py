@@ -41,6 +41,7 @@ from sweep.config.addresses import (
 )
 from sweep.config.check import typed
 from sweep.config.schema import Mode
+from sweep.environment import CONF, home
 from sweep.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, BadInput, DoesNotFit
 from sweep.interrupts import Terminated, ended_by_signals, whole
 
@@ -68,7 +69,7 @@ def guarded(main: Callable[[], Any]) -> int:
 
     Ctrl-C and SIGTERM end it with the report of what was measured so far; a further one changes nothing.
     """
-    sys.argv = with_multirun([sys.argv[0], *map(conceal_word, sys.argv[1:])])
+    sys.argv = with_multirun(flags_first([sys.argv[0], *map(conceal_word, sys.argv[1:])]))
     command = Command()
     token = _running.set(command)
     try:
@@ -115,6 +116,26 @@ def _run(main: Callable[[], Any], command: Command, came: Sequence[int]) -> int:
 #: Hydra's flags that say what to do; it takes one of them.
 _MODES = ("-m", "--multirun", "-r", "--run", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion", "-h", "--help",
           "--hydra-help", "--version")  # fmt: skip
+
+
+#: Hydra's flags that are followed by a value.
+_WITH_VALUE = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--cfg", "-c", "--package", "-p",
+               "--experimental-rerun")  # fmt: skip
+
+
+def flags_first(argv: list[str]) -> list[str]:
+    """Flags before overrides, each in its order: argparse takes no overrides on both sides of a flag."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    words = iter(argv[1:])
+    for word in words:
+        if not word.startswith("-"):
+            overrides.append(word)
+            continue
+        flags.append(word)
+        if word in _WITH_VALUE:
+            flags += [value for value in [next(words, None)] if value is not None]
+    return [argv[0], *flags, *overrides]
 
 
 def with_multirun(argv: list[str]) -> list[str]:
@@ -236,9 +257,6 @@ def _known_keys() -> list[str]:
     return keys(schema.Config, "")
 
 
-ROOT = Path(__file__).resolve().parent.parent
-
-
 class SweepCallback(Callback):
     """Opens the session of a command before its jobs and closes it after them."""
 
@@ -265,7 +283,7 @@ class SweepCallback(Callback):
             if is_search(config):
                 from sweep.search.preflight import first_job, settle_study
 
-                study = settle_study(config, ROOT)
+                study = settle_study(config, home())
                 self._open(config, [first_job(config)], Path(config.hydra.sweep.dir), sweep=True, study=study)
             else:
                 self._open(config, _jobs(config), Path(config.hydra.sweep.dir), sweep=True)
@@ -358,6 +376,21 @@ def _check_sweeps(config: DictConfig) -> None:
 def is_search(config: DictConfig) -> bool:
     """Whether the sweeper of a composed command is ours."""
     return str(config.hydra.sweeper._target_).endswith("BudgetSweeper")
+
+
+def main() -> int:
+    """The console command `memory-sweep`: train.py, with modules and configs of the working directory."""
+    import hydra
+
+    import sweep.config.schema  # noqa: F401  registers the typed config
+
+    sys.path.insert(0, os.getcwd())
+
+    @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
+    def memory_sweep(cfg: DictConfig) -> Any:
+        return run_job(cfg)
+
+    return guarded(memory_sweep)
 
 
 def run_job(cfg: DictConfig) -> TrialResult | Diagnosis:

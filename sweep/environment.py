@@ -1,4 +1,7 @@
-"""What a run was made with: the project's commit, machine, packages, process. Imports neither torch nor MLflow."""
+"""Where the program is and what a run was made with: folders, command, commit, machine, packages, process.
+
+Imports neither torch nor MLflow.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,38 @@ from pathlib import Path
 import psutil
 
 GIT_WAIT_S = 10.0
+PACKAGE = Path(__file__).resolve().parent
+#: The folder of train.py where the program runs from a checkout; None: it was installed from a wheel.
+CHECKOUT = PACKAGE.parent if (PACKAGE.parent / "train.py").is_file() else None
+#: The config groups.
+CONF = PACKAGE / "conf" if CHECKOUT is None else CHECKOUT / "conf"
+#: Hydra's flags that say where configs are, in their two spellings each.
+_WHERE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
+
+
+def home() -> Path:
+    """Where mlruns/ lies: the checkout, else the working directory."""
+    return CHECKOUT or Path.cwd()
+
+
+def program() -> list[str]:
+    """The words that this command began with, to be typed again: an import path that was given and matters, the
+    program, and Hydra's flags that say where configs are. Words follow."""
+    called, given = Path(sys.argv[0]), sys.argv[1:]
+    words = ["memory-sweep"] if called.name == "memory-sweep" else ["python", "train.py"]
+    if called.name == "train.py" and called.resolve().parent != Path.cwd():
+        words[1] = sys.argv[0]
+    path = os.environ.get("PYTHONPATH", "")
+    theirs = [p for p in path.split(os.pathsep) if p and Path(p).resolve() != CHECKOUT]
+    kept: list[str] = []
+    for i, word in enumerate(given):
+        flag, equals, _ = word.partition("=")
+        if flag in _WHERE:
+            kept += [word] if equals else given[i : i + 2]
+    # Without a config folder of one's own nothing of one's own is imported, or it is named by its own path.
+    if theirs and (kept or any("_target_=" in word for word in given)):
+        words.insert(0, f"PYTHONPATH={os.pathsep.join(theirs)}")
+    return [*words, *kept]
 
 
 @cache

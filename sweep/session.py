@@ -32,6 +32,7 @@ from sweep.config.strategy_names import (
 from sweep.decide.verdict import grouped
 from sweep.diagnose import diagnoses_in, print_all, run_diagnosis
 from sweep.diagnose.advice import Diagnosis
+from sweep.environment import home, program
 from sweep.errors import EXIT_NOTHING_FEASIBLE, EXIT_OK, BadInput, DoesNotFit, one_line
 from sweep.interrupts import whole
 from sweep.memory.device import resolve_device
@@ -136,7 +137,6 @@ def _trace(config: Config, result: TrialResult, display: Display) -> Trace:
 
 #: What verification of trials in their own processes has in common, while a command runs.
 VERIFIED = ".verified"
-ROOT = Path(__file__).resolve().parent.parent
 #: Reason code of a trial that cannot be run as it was set.
 BAD_SETTING = "bad_setting"
 SECRET = (
@@ -160,7 +160,7 @@ class Session:
         self.files: list[Path] = []  # what a search has drawn: beside the report, and with it in the store
         self._baselines: dict[str, TrialResult] = {}  # ended ones, by fixed_id
         self._folders: dict[str, list[Path]] = {}  # by TrialResult.key: a baseline may lie in its own job's, too
-        self._store = tracking.store_location(conf.uri, ROOT, conf.experiment) if conf.enabled else None
+        self._store = tracking.store_location(conf.uri, home(), conf.experiment) if conf.enabled else None
 
     @classmethod
     def open(
@@ -180,7 +180,7 @@ class Session:
         study: name of a search's study; a session of the same study in the same folder is gone on with.
         checked: what check_trial has built already.
         """
-        command = shlex.join(["python", "train.py", *(["-m"] if sweep else []), *overrides])
+        command = shlex.join([*program(), *(["-m"] if sweep else []), *overrides])
         state = State(now(), None, command, study, storage)
         before = read_state(folder)
         resumed = bool(study) and before is not None and before.study == study
@@ -291,7 +291,7 @@ class Session:
 
     def _planned(self, config: Config, name: str, overrides: Sequence[str]) -> TrialResult:
         result = describe(config, name)
-        result.overrides, result.command = list(overrides), shlex.join(["python", "train.py", *overrides])
+        result.overrides, result.command = list(overrides), shlex.join([*program(), *overrides])
         return result
 
     @whole()

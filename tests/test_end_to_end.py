@@ -146,7 +146,7 @@ def test_the_report_can_be_made_again_without_torch(project: Path, sweep: tuple[
         [sys.executable, "-c", code, str(folder)], cwd=project, capture_output=True, text=True, check=True
     )
     assert _json(folder / "report.json") == before
-    table = output[output.index("gpt_tiny on cpu") : output.index("Where to look")]
+    table = output[output.index("gpt_tiny on cpu") : output.index("Use it")]
     assert table in done.stdout
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 import typing
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from sweep.config.addresses import conceal
-from sweep.config.schema import Config, Granularity, Mode, Placement, StrategyConf
+from sweep.config.schema import Config, Granularity, Mode, Placement, StrategyConf, TrackingConf
 from sweep.errors import BadInput
 
 #: The least value of each field, or of each value in a list.
@@ -44,6 +45,8 @@ ABOVE_ZERO = (
 def typed(cfg: DictConfig | dict[str, Any], *, whole: bool = True) -> Config:
     """The composed config as dataclasses, interpolations resolved and values checked. Raises BadInput.
 
+    MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME stand where the config leaves these at their defaults.
+
     whole: False for one that lacks the words that a search adds, so that nothing can be said of several fields yet.
     """
     node = cfg if isinstance(cfg, DictConfig) else OmegaConf.create(cfg)
@@ -54,8 +57,12 @@ def typed(cfg: DictConfig | dict[str, Any], *, whole: bool = True) -> Config:
     assert isinstance(config, Config)
     if whole:
         check(config)
-    if config.tracking.uri is not None:
-        config.tracking.uri = conceal(config.tracking.uri)
+    t = config.tracking
+    t.uri = t.uri if t.uri is not None else os.environ.get("MLFLOW_TRACKING_URI") or None
+    if t.experiment == TrackingConf().experiment:
+        t.experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or t.experiment
+    if t.uri is not None:
+        t.uri = conceal(t.uri)
     return config
 
 

@@ -10,15 +10,15 @@ import re
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from importlib import metadata
-from pathlib import Path
 
 import yaml
 
 from sweep.config.schema import DeviceConf
+from sweep.environment import CONF
 from sweep.errors import BadInput
 from sweep.results import MIB
 
-PROFILES = Path(__file__).resolve().parents[2] / "conf" / "device"
+PROFILES = CONF / "device"
 #: cuBLAS's workspace (parseChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp): two chunks of 4096 KiB and
 #: eight of 16 KiB (":4096:2:16:8"); 32 MiB on Hopper and, since torch 2.12, on Blackwell (majors 10, 11 and 12).
 CUBLAS_WORKSPACE_MIB = 8.125

@@ -223,7 +223,7 @@ class MeasureConf:
 @dataclass
 class TrackingConf:
     enabled: bool = True
-    uri: Optional[str] = None  # an MLflow server or database; null: mlruns/mlflow.db beside train.py
+    uri: Optional[str] = None  # an MLflow server or database; null: MLFLOW_TRACKING_URI, else mlruns/mlflow.db
     experiment: str = "memory-strategies"
     system_metrics: bool = True  # MLflow's own sampling of CPU, GPU and memory
 

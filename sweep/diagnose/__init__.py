@@ -13,6 +13,7 @@ from sweep import tracking
 from sweep.config.schema import Config, plain
 from sweep.diagnose.advice import OTHER, Diagnosis, Facts, Row, changes_beside, fit, fits, of
 from sweep.diagnose.predict import Progress, diagnose
+from sweep.environment import program
 from sweep.format import NOT_KNOWN, mib, number, percent
 from sweep.report import data
 from sweep.report.blocks import USEFUL, Block, Column, Commands, Heading, Points, Table, Text
@@ -42,7 +43,7 @@ def command_of(found: Diagnosis, row: Row) -> str:
     added = {_key(word) for word in found.overrides if word.startswith("+")}
     kept = [w for w in found.overrides if not w.lstrip("+~").startswith(CHOSEN) and _key(w) not in again]
     new = [w for w in row.overrides if not (w.startswith("~") and _key(w) in added)]
-    return shlex.join(["python", "train.py", *kept, *new])
+    return shlex.join([*program(), *kept, *new])
 
 
 def _key(word: str) -> str:

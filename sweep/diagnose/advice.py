@@ -12,6 +12,7 @@ import shlex
 from dataclasses import asdict, dataclass, field
 
 from sweep.decide.reasons import lasting_mib
+from sweep.environment import program
 from sweep.results import Evidence, Finding, Phase, Prediction, WhatIf, lies_in_activations, spent_mib
 
 # -- what was found -------------------------------------------------------------------------------------------------
@@ -169,7 +170,7 @@ class Diagnosis:
     @property
     def command(self) -> str:
         """Repeats it."""
-        return shlex.join(["python", "train.py", *self.overrides])
+        return shlex.join([*program(), *self.overrides])
 
     @property
     def first(self) -> Row | None:

@@ -13,6 +13,7 @@ from sweep.config.strategy_names import batch_of, strategy_of
 from sweep.decide.causes import parts_of
 from sweep.decide.reasons import LASTING
 from sweep.decide.verdict import UNDECIDED
+from sweep.environment import home
 from sweep.format import (
     EVIDENCE_SHORT,
     NOT_KNOWN,
@@ -148,7 +149,7 @@ def _use_it_shortly(section: Section) -> list[Block]:
     lines = [("in your own loop", f"with {applied(result)} as strategy: ...")]
     if result.folder:
         lines.append(("or", f'sweep.apply(model, "{shown_path(Path(result.folder))}/result.json")'))
-    elsewhere = "The lines for plain torch, transformers, Lightning, Accelerate, torchtitan and torchtune are in report.md."
+    elsewhere = "Lines for transformers, Lightning, Accelerate, torchtitan, torchtune and torch alone: see report.md."
     return [Heading("Use it"), Commands(lines), Text(elsewhere)]
 
 
@@ -177,7 +178,8 @@ def _in_mlflow(report: Report) -> list[tuple[str, str]]:
     if uri.startswith(("http://", "https://")):
         return [("mlflow", f"open {uri}")]
     there = [("this sweep there", f"http://127.0.0.1:5000/{page}")] if page else []
-    return [("mlflow", f"mlflow ui --backend-store-uri {shlex.quote(uri or 'sqlite:///mlruns/mlflow.db')}"), *there]
+    store = uri or f"sqlite:///{home() / 'mlruns' / 'mlflow.db'}"
+    return [("mlflow", f"mlflow ui --backend-store-uri {shlex.quote(store)}"), *there]
 
 
 

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from sweep.config.addresses import conceal_in, without_hydra, words_of
+from sweep.environment import PACKAGE, home
 from sweep.errors import EXIT_BAD_INPUT, EXIT_NOTHING_FEASIBLE, BadInput
 from sweep.search.candidate import Job
 from sweep.search.loop import Search, Settings, quiet_optuna
@@ -201,9 +202,10 @@ def hook(conf: Any, name: str) -> Any:
 def app_folder(task_function: TaskFunction, working_folder: Path) -> Path:
     """The folder of the app's own file, so that its studies are found from any working directory."""
     try:
-        return Path(inspect.getfile(inspect.unwrap(task_function))).resolve().parent
+        folder = Path(inspect.getfile(inspect.unwrap(task_function))).resolve().parent
     except (TypeError, OSError):
         return working_folder
+    return home() if folder == PACKAGE else folder
 
 
 class HydraRunner:

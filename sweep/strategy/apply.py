@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from sweep.config.check import check_strategy
 from sweep.config.schema import Placement, StrategyConf, plain
 from sweep.config.strategy_names import batch_of, strategy_of
+from sweep.environment import CONF
 from sweep.errors import BadInput, one_line
 from sweep.results import TrialResult, read_trial
 from sweep.strategy import Applied, applied, check_blocks
@@ -35,7 +36,7 @@ from sweep.workload.loss import IGNORED
 from sweep.workload.step import Phases, split
 
 #: The options of the config group `strategy`, which `apply` knows by name.
-OPTIONS = Path(__file__).resolve().parent.parent.parent / "conf" / "strategy"
+OPTIONS = CONF / "strategy"
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 

@@ -11,7 +11,6 @@ import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from hydra.utils import get_class
@@ -19,6 +18,7 @@ from omegaconf import OmegaConf
 
 from sweep.config.check import typed
 from sweep.config.schema import Attention, Config, DeviceConf, Dtype, Implementation, OptimizerName, plain
+from sweep.environment import CONF
 from sweep.memory.device import resolve_device
 from sweep.results import Category, Peak, Phase, Prediction, WhatIf, lies_in_activations
 from sweep.strategy import micro_batch_size
@@ -35,7 +35,7 @@ FRAGMENTED = 0.05
 DOMINATES = 0.2
 #: Temporaries of the optimizer's step that are worth a fused one, as a share of the peak.
 TEMPORARIES = 0.05
-STRATEGIES = Path(__file__).resolve().parents[2] / "conf" / "strategy"
+STRATEGIES = CONF / "strategy"
 
 
 @dataclass(frozen=True)

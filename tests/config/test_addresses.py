@@ -12,6 +12,7 @@ import sweep.config.addresses as module
 import train
 from sweep.cli import guarded
 from sweep.config.addresses import conceal_word, masked, reveal, without_secrets
+from sweep.config.check import typed
 
 SECRET = "sEcrEt"
 
@@ -142,3 +143,17 @@ def test_the_line_about_a_bad_address_has_no_secret(
     assert "sE" not in out + err
     assert len(err.strip().splitlines()) == 1, err
     assert word.partition("=")[0] in err or "command line" in err
+
+
+def test_mlflows_own_variables_stand_where_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = {
+        "workload": {"name": "w", "model": {"_target_": "m.M"}, "data": {"_target_": "m.D"}},
+        "strategy": {"name": "baseline"}, "device": {"name": "cpu"},
+    }  # fmt: skip
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hush@host:5000")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "theirs")
+    found = typed(base).tracking
+    assert found.experiment == "theirs"
+    assert found.uri is not None and "host:5000" in found.uri and "hush" not in found.uri
+    said = typed({**base, "tracking": {"uri": "sqlite:///own.db", "experiment": "own"}}).tracking
+    assert (said.uri, said.experiment) == ("sqlite:///own.db", "own")

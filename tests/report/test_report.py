@@ -17,6 +17,7 @@ from rich.console import Console
 
 from sweep.config.schema import BudgetConf, MinEvidence, plain
 from sweep.decide.verdict import budget_of
+from sweep.environment import home
 from sweep.report import judge, markdown, print_report, read_sweep, report_console, single_line, write_report
 from sweep.report import plots as report_plots
 from sweep.report.__main__ import main
@@ -447,7 +448,7 @@ def test_single_line(result: TrialResult, expected: str) -> None:
 @pytest.mark.parametrize(
     ("tracking", "page", "expected"),
     [
-        ({}, "", ["mlflow ui --backend-store-uri sqlite:///mlruns/mlflow.db"]),
+        ({}, "", [f"mlflow ui --backend-store-uri sqlite:///{home()}/mlruns/mlflow.db"]),
         ({"uri": "sqlite:////data/a b.db"}, "", ["mlflow ui --backend-store-uri 'sqlite:////data/a b.db'"]),
         ({"uri": "http://localhost:5000"}, "", ["open http://localhost:5000"]),
         ({"uri": "http://localhost:5000"}, "http://localhost:5000/#/x", ["open http://localhost:5000/#/x"]),

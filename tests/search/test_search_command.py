@@ -48,7 +48,7 @@ def train(folder: Path, *arguments: str, check: int = 0) -> str:
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("HYDRA_FULL_ERROR", raising=False)
-        patch.setattr("sweep.cli.ROOT", folder)
+        patch.setattr("sweep.environment.CHECKOUT", folder)
         patch.setattr("sweep.report.plots.draw", lambda report: [])
         patch.setattr(sys, "argv", ["train.py", *arguments, *SMALL, *stores(folder)])
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
