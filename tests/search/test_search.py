@@ -36,34 +36,30 @@ class Jobs:
         return OmegaConf.from_dotlist([o.lstrip("+") for o in overrides]), Path(f"/nowhere/{number}")
 
     def launch(self, jobs):
-        returned = []
-        for job in jobs:
-            self.ran.append(job.number)
-            try:
-                returned.append((self.function(job.config), None))
-            except Exception as error:
-                returned.append((error, None))
-        return returned
+        return [(self._run(job), None) for job in jobs]
+
+    def _run(self, job):
+        self.ran.append(job.number)
+        try:
+            return self.function(job.config)
+        except Exception as error:
+            return error
 
 
-# fmt: off
 def search(
     storage, words, function, *, sampler="random", name="study", extend=None, sampler_args=None, say=None, folder=None,
-    enqueue=(), preflight=None, plan=None, read=None, fixed="f", **settings,
+    enqueue=(), preflight=None, plan=None, fixed="f", **settings,
 ) -> Search:  # fmt: skip
-    settings = Settings(**settings)
+    settings, say = Settings(**settings), say or (lambda line: None)
     space = read_space({}, words, None, extend, extend_name="extend" if extend else "")
-    study = open_study(storage, name, space, settings.directions, {"workload": fixed}, say or (lambda line: None))
-    targets = {
-        "random": "RandomSampler", "tpe": "TPESampler", "gp": "GPSampler", "nsgaii": "NSGAIISampler",
-        "grid": "GridSampler", "brute_force": "BruteForceSampler",
-    }  # fmt: skip
-    conf = {"_target_": f"optuna.samplers.{targets[sampler]}", "seed": 1, **(sampler_args or {})}
-    known = len(study.get_trials(deepcopy=False))
-    made = Sampler(conf, settings.seed, known, len(settings.directions))
+    study = open_study(storage, name, space, settings.directions, {"workload": fixed}, say)
+    classes = {"gp": "GP", "nsgaii": "NSGAII", "tpe": "TPE", "brute_force": "BruteForce"}
+    target = f"optuna.samplers.{classes.get(sampler, sampler.title())}Sampler"
+    conf = {"_target_": target, "seed": 1, **(sampler_args or {})}
+    made = Sampler(conf, settings.seed, len(study.get_trials(deepcopy=False)), len(settings.directions))
     return Search(
         study, space, made, settings, Jobs(function), folder=folder, fixed=fixed, enqueue=enqueue, preflight=preflight,
-        plan=plan, read=read, say=say or (lambda line: None),
+        plan=plan, say=say,
     )  # fmt: skip
 
 
@@ -78,8 +74,6 @@ def square(config):
 
 
 # --- counting and ending ------------------------------------------------------------------------------------------
-
-
 
 
 def test_n_trials_counts_over_all_runs_and_the_seed_moves_on(storage):
@@ -134,8 +128,6 @@ def test_an_exhaustive_search_runs_every_point_once(storage, sampler):
     assert in_order == (sampler == "grid")
 
 
-
-
 def test_the_time_is_limited(storage):
     s = search(storage, ["x=interval(0,1)"], lambda c: time.sleep(0.05) or 1.0, n_trials=1000, timeout_s=0.3)
     s.run()
@@ -144,19 +136,15 @@ def test_the_time_is_limited(storage):
 
 
 def test_candidates_that_never_need_a_run_end_the_search(storage):
-    def never(job):
-        return Answer(values=[1.0], constraints={"memory": 1.0})
-
+    never = lambda job: Answer(values=[1.0], constraints={"memory": 1.0})
     s = search(storage, ["x=interval(0,1)"], square, preflight=never, max_skipped=7)
-    assert len(s.run()) == 7
-    assert s.runner.ran == []
+    assert (len(s.run()), s.runner.ran) == (7, [])
 
 
 def test_a_batch_holds_no_point_twice(storage):
     s = search(storage, ["x=1,2,3"], square, n_jobs=3, n_trials=3)
-    s.run()
+    assert {r.params["x"] for r in s.run() if r.launched} == {1, 2, 3}
     assert len(s.runner.ran) == 3
-    assert {r.params["x"] for r in s.records.values() if r.launched} == {1, 2, 3}
 
 
 # --- failures -----------------------------------------------------------------------------------------------------
@@ -196,8 +184,6 @@ def test_a_failed_point_is_not_run_again_in_the_same_run_but_may_be_in_the_next(
     s = search(storage, ["x=range(0,4)"], lambda c: c.x, sampler="grid")
     s.run()
     assert [r.params["x"] for r in s.records.values() if r.number in s.runner.ran] == [2]
-
-
 
 
 def test_a_custom_search_space_that_raises_leaves_no_trial_running(storage):
@@ -249,8 +235,6 @@ def test_the_gaussian_process_gets_as_many_constraints_in_every_trial(storage):
     assert {tuple(r.constraints) for r in s.run()} == {("out_of_memory",)}
 
 
-
-
 def test_several_objectives_give_the_front(storage, tmp_path):
     s = search(
         storage, ["x=range(0,5)", "y=0,1"], lambda c: [c.x - c.y, c.x + c.y],
@@ -288,7 +272,7 @@ def test_a_preflight_answers_in_place_of_the_job(storage):
     preflight = Preflight()
     s = search(storage, ["x=range(0,6)"], lambda c: c.x, preflight=preflight, sampler="grid", directions=["maximize"])
     found = s.run()
-    assert [r.outcome for r in found] == ["ok", "ok", "ok", "over_budget", "over_budget", "over_budget"]
+    assert [r.outcome for r in found] == ["ok"] * 3 + ["over_budget"] * 3
     assert s.runner.ran == [0, 1, 2]
     refused = found[3]
     assert (refused.values, refused.estimated_values, refused.reason) == (None, [100.0], "too large")
@@ -378,8 +362,6 @@ def test_points_of_the_queue_and_of_the_plan_come_first_and_only_once(storage):
         search(storage, words, lambda c: c.x, enqueue=[{"x": 99}])
 
 
-
-
 # --- studies ------------------------------------------------------------------------------------------------------
 
 
@@ -421,8 +403,6 @@ def test_stale_trials_are_closed_and_those_of_living_processes_are_not(storage):
     assert [t.number for t in stale(study)] == [dead.number, unknown.number]
     close(study, stale(study))
     assert [t.state for t in study.trials] == [TrialState.RUNNING, TrialState.FAIL, TrialState.FAIL]
-
-
 
 
 def test_databases_that_cannot_be_used_are_named(tmp_path):
