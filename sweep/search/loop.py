@@ -33,7 +33,7 @@ from sweep.search.candidate import (
     read_exception,
     read_preflight,
 )
-from sweep.search.space import Point, Space
+from sweep.search.space import Point, Space, bare
 from sweep.search.study import (
     ANSWERED_BY,
     BY_MEMORY,
@@ -202,8 +202,8 @@ _SAID = {
 
 def _words(r: Record) -> str:
     """The words of a job that were searched; the fixed ones are the same for all."""
-    searched = {key.lstrip("+~") for key in r.params}
-    return " ".join(o for o in r.overrides if o.partition("=")[0].lstrip("+~") in searched)
+    searched = set(map(bare, r.params))
+    return " ".join(o for o in r.overrides if bare(o.partition("=")[0]) in searched)
 
 
 def _forget_frames(error: BaseException | None) -> None:

@@ -272,14 +272,9 @@ def limits(
     if cap is not None:
         peak = deciding_peak_mib(result)
         found["memory"] = math.nan if peak is None else peak / cap - 1
-    gates = [
-        (facts.own.eval_loss, budget.max_eval_loss),
-        (facts.eval_loss_ratio, budget.max_eval_loss_ratio if facts.has_reference else None),
-    ]
-    floors = [
-        (facts.own.samples_per_s, budget.min_samples_per_s),
-        (facts.throughput_ratio, budget.min_throughput_ratio if facts.has_reference else None),
-    ]
+    ratios = (budget.max_eval_loss_ratio, budget.min_throughput_ratio) if facts.has_reference else (None, None)
+    gates = [(facts.own.eval_loss, budget.max_eval_loss), (facts.eval_loss_ratio, ratios[0])]
+    floors = [(facts.own.samples_per_s, budget.min_samples_per_s), (facts.throughput_ratio, ratios[1])]
     found["eval_loss"] = max((_beyond(v, most) for v, most in gates if most is not None), default=0.0)
     found["throughput"] = max((_beyond(least, v) for v, least in floors if least is not None), default=0.0)
     return found

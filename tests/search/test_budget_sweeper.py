@@ -86,16 +86,17 @@ def app(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def command(app: Path, *words: str, **env: str) -> list[str]:
+def command(app: Path, *words: str) -> list[str]:
     return [sys.executable, str(app / "app.py"), *words]
 
 
-def run(app: Path, *words: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def run(app: Path, *words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run the app as a user does: `python app.py ...`."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
-    return subprocess.run(
-        command(app, *words), cwd=cwd or app, env=environment, capture_output=True, text=True, timeout=240
-    )
+    said = {"capture_output": True, "text": True, "timeout": 240}
+    return subprocess.run(command(app, *words), cwd=cwd or app, env=ENVIRONMENT, **said)
 
 
 def budget(*words: str) -> list[str]:
@@ -116,12 +117,8 @@ def sweep(app: Path, job: Callable[[DictConfig], Any], *words: str, **settings: 
     """Run a sweep of `job` in this process, in the app's config. Returns the sweep's folder."""
     folder = app / "sweep"
     given = {"storage": f"sqlite:///{app}/o.db", "study_name": "s", "max_failures": "null", **settings}
-    hydra_words = [
-        "hydra/sweeper=budget",
-        f"hydra.sweep.dir={folder}",
-        "hydra/job_logging=none",
-        "hydra/hydra_logging=none",
-    ]
+    hydra_words = ["hydra/sweeper=budget", f"hydra.sweep.dir={folder}"]
+    hydra_words += ["hydra/job_logging=none", "hydra/hydra_logging=none"]
     hydra_words += [f"hydra.sweeper.{k}={v}" for k, v in given.items()]
     with initialize_config_dir(str(app / "conf"), version_base="1.3"):
         hydra = GlobalHydra.instance().hydra
@@ -165,9 +162,8 @@ def test_case_3_what_is_no_objective_fails_its_trial_and_the_rest_goes_on(app):
 def test_case_4_a_job_that_exits_or_is_interrupted_ends_its_trial_and_all_is_kept(app, does, code, reason):
     # A shell, since it is the shell that makes 130 of a process ended by SIGINT.
     words = command(app, *budget("x=interval(1,9)", f"do={does}", "at=1", "hydra.sweep.dir=out"))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        ["bash", "-c", f"{shlex.join(words)}; exit $?"], cwd=app, env=environment, capture_output=True
+        ["bash", "-c", f"{shlex.join(words)}; exit $?"], cwd=app, env=ENVIRONMENT, capture_output=True
     )
     assert done.returncode == code, done.stderr
     found = study_of(app / "mlruns" / "optuna.db").trials
@@ -205,25 +201,21 @@ def test_case_6_kill_and_the_same_command_again(app):
         "x=interval(0,9)", "do=kill", "hydra.sweeper.n_trials=6", "hydra.sweeper.seed=5", "hydra.sweep.dir=out",
         "hydra.sweeper.study_name=s",
     )  # fmt: skip
-    killed = run(app, *words, "at=3")
+    killed, file = run(app, *words, "at=3"), app / "mlruns" / "optuna.db"
     assert killed.returncode == -signal.SIGKILL
-    file = app / "mlruns" / "optuna.db"
     assert [t.state.name for t in study_of(file).trials] == ["COMPLETE"] * 3 + ["RUNNING"]
     before = {f: f.stat().st_mtime_ns for f in (app / "out").rglob("*") if f.is_file() and f.parent.name.isdigit()}
-    again = run(app, *words, "at=99")
-    assert again.returncode == 0, again.stderr
-    assert "closed what a killed command left running: trial 3" in again.stdout
-    found = study_of(file).trials
-    assert [t.state.name for t in found] == ["COMPLETE"] * 3 + ["FAIL"] + ["COMPLETE"] * 2
-    assert len({t.params["x"] for t in found}) == 6
-    assert {f: f.stat().st_mtime_ns for f in before} == before
-    assert sorted(p.name for p in (app / "out").iterdir() if p.is_dir()) == ["0", "1", "2", "3", "4", "5"]
-    numbers = [line.split(",")[0].strip("[") for line in (app / "ran.txt").read_text().splitlines()]
-    assert numbers == ["0", "1", "2", "3", "4", "5"]
-    # And once more: there is nothing left to do.
-    done = run(app, *words, "at=99")
-    assert done.returncode == 0
-    assert len(study_of(file).trials) == 6
+    for said in ("closed what a killed command left running: trial 3", "the search ended: 6 trials were run"):
+        again = run(app, *words, "at=99")  # the second time there is nothing left to do
+        assert again.returncode == 0, again.stderr
+        assert said in again.stdout
+        found = study_of(file).trials
+        assert [t.state.name for t in found] == ["COMPLETE"] * 3 + ["FAIL"] + ["COMPLETE"] * 2
+        assert len({t.params["x"] for t in found}) == 6
+        assert {f: f.stat().st_mtime_ns for f in before} == before
+        assert sorted(p.name for p in (app / "out").iterdir() if p.is_dir()) == ["0", "1", "2", "3", "4", "5"]
+        numbers = [line.split(",")[0].strip("[") for line in (app / "ran.txt").read_text().splitlines()]
+        assert numbers == ["0", "1", "2", "3", "4", "5"]
 
 
 def test_case_7_on_the_command_line_it_is_one_line_and_exit_code_2(app):
