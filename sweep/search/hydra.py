@@ -147,9 +147,8 @@ def compositions(space: Space) -> list[list[str]]:
 
 def study_name(config: DictConfig, app: str, loader: ConfigLoader, root: Path) -> str:
     """The name that the study of a composed command will have, known before it is opened; `app` begins it."""
-    given, arguments = config.hydra.sweeper, words_of(config.hydra.overrides.task)
-    job_config = without_hydra(config)
-    space = space_of(given, arguments, loader, job_config)
+    given, job_config = config.hydra.sweeper, without_hydra(config)
+    space = space_of(given, words_of(config.hydra.overrides.task), loader, job_config)
     name = given.study_name or default_name(app, fixed_digests(job_config, space, given["irrelevant"]), space)
     if given.resume:
         return str(name)
@@ -187,8 +186,8 @@ def hook(conf: Any, name: str) -> Any:
         raise BadInput(key, conf, "is no config with _target_", "give _target_ and its arguments")
     target = conf.get("_target_")
     try:
-        partial = not inspect.isclass(get_object(str(target)))
-        made = instantiate({**conf, "_partial_": partial}, _convert_="all")
+        is_class = inspect.isclass(get_object(str(target)))
+        made = instantiate(conf if is_class else {**conf, "_partial_": True}, _convert_="all")
     except BadInput:
         raise
     except Exception as error:

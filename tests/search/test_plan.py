@@ -63,18 +63,16 @@ def test_the_space_has_the_divisors_and_what_the_blocks_allow(small: Config) -> 
     }
 
 
-def test_a_key_that_means_nothing_is_not_asked_for(small: Config) -> None:
+def test_a_key_that_means_nothing_is_not_asked_for_and_one_point_is_the_baseline(small: Config) -> None:
     found = points(small)
     assert len({tuple(sorted(p.items())) for p in found}) == len(found)
+    checkpoint, offload = "strategy.checkpoint", "strategy.offload"
     for p in found:
-        assert ("strategy.checkpoint.every_k" in p) == (p["strategy.checkpoint.granularity"] == "blocks")
-        assert ("strategy.checkpoint.parts" in p) == (p["strategy.checkpoint.granularity"] == "parts")
-        assert ("strategy.offload.blocks" in p) == (p["strategy.offload.placement"] == "blocks")
-        assert ("strategy.offload.min_tensor_kib" in p) == (p["strategy.offload.placement"] != "none")
-
-
-def test_the_baseline_is_one_point_of_the_space(small: Config) -> None:
-    strategies = [strategy_at(small, {k: str(v) for k, v in p.items()}) for p in points(small)]
+        assert (f"{checkpoint}.every_k" in p) == (p[f"{checkpoint}.granularity"] == "blocks")
+        assert (f"{checkpoint}.parts" in p) == (p[f"{checkpoint}.granularity"] == "parts")
+        assert (f"{offload}.blocks" in p) == (p[f"{offload}.placement"] == "blocks")
+        assert (f"{offload}.min_tensor_kib" in p) == (p[f"{offload}.placement"] != "none")
+    strategies = [strategy_at(small, {k: str(v) for k, v in p.items()}) for p in found]
     assert sum(s is not None and is_baseline(s, WHOLE) for s in strategies) == 1
 
 
