@@ -20,7 +20,7 @@ FLOORS = [
     ["workload", "tracking", "report"],
     ["strategy"],
     ["trial"],
-    ["diagnose", "repeats"],
+    ["diagnose", "repeats", "api"],
     ["session"],
     ["search"],
     ["cli"],

@@ -136,9 +136,7 @@ def apply(
 
     Raises BadInput for a strategy that is not there, or does not fit the model.
     """
-    conf, stored = _resolved(strategy, batch_size, tracking_uri)
-    if settings:
-        conf = _laid_over(plain(conf), settings)
+    conf, stored = resolved(strategy, settings, batch_size, tracking_uri)
     if blocks is None and stored is not None:
         blocks = (stored.config.get("workload") or {}).get("blocks") or stored.block_patterns or None
     return InForce(model, conf, blocks)
@@ -172,10 +170,15 @@ def _count(batch: Batch) -> float:
 # -- which strategy ---------------------------------------------------------------------------------------------------
 
 
-def _resolved(
-    strategy: Any, batch_size: int | None, tracking_uri: str | None
+def resolved(
+    strategy: Any, settings: Mapping[str, Any], batch_size: int | None = None, tracking_uri: str | None = None
 ) -> tuple[StrategyConf, TrialResult | None]:
-    """The strategy, and the stored trial that it comes from."""
+    """The strategy that the arguments of `apply` mean, and the stored trial that it comes from. Raises as `apply`."""
+    conf, stored = _named(strategy, batch_size, tracking_uri)
+    return _laid_over(plain(conf), settings) if settings else conf, stored
+
+
+def _named(strategy: Any, batch_size: int | None, tracking_uri: str | None) -> tuple[StrategyConf, TrialResult | None]:
     if strategy is None:
         return StrategyConf(name="own"), None
     if isinstance(strategy, StrategyConf):
