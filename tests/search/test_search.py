@@ -142,9 +142,15 @@ def test_candidates_that_never_need_a_run_end_the_search(storage):
 
 
 def test_a_batch_holds_no_point_twice(storage):
-    s = search(storage, ["x=1,2,3"], square, n_jobs=3, n_trials=3)
-    assert {r.params["x"] for r in s.run() if r.launched} == {1, 2, 3}
-    assert len(s.runner.ran) == 3
+    s = search(storage, ["x=1,2"], lambda c: 1 / (c.x - 1), n_jobs=3, n_trials=3)
+    found = s.run()
+    assert sorted((r.params["x"], r.outcome) for r in found if r.launched) == [(1, "failed"), (2, "ok")]
+    twins = [r for r in found if r.same_as is not None]
+    assert {r.params["x"] for r in twins} == {1, 2}, "told with what the same point beside them came to"
+    for r in twins:
+        assert (r.outcome, r.values, r.reason) == tuple(
+            getattr(found[r.same_as], k) for k in ("outcome", "values", "reason")
+        )
 
 
 # --- failures -----------------------------------------------------------------------------------------------------
@@ -303,19 +309,15 @@ class Learning:
 @pytest.mark.parametrize("sampler", ["grid", "tpe"])
 def test_what_was_refused_is_reconsidered_once_the_preflight_has_learned(storage, sampler):
     """Refused on a wrong prediction, 4 to 6 fit after all, and 6 is the best; 7 never fits."""
-    s = search(
-        storage,
-        ["x=range(7,0,-1)"],
-        lambda c: Answer(values=[c.x], constraints={"memory": c.x - 6.0}),
-        preflight=Learning(),
-        sampler=sampler,
-        directions=["maximize"],
-    )
+    words, job = ["x=range(1,8)"], lambda c: Answer(values=[c.x], constraints={"memory": c.x - 6.0})
+    given = {"preflight": Learning(), "directions": ["maximize"], "enqueue": [{"x": x} for x in (7, 6, 5, 4)]}
+    s = search(storage, words, job, sampler=sampler, **given)
     found = s.run()
+    assert [r.outcome for r in found[:4]] == ["over_budget"] * 4
     assert s.best()[0].params["x"] == 6
     assert sorted(r.params["x"] for r in found if r.launched) == [1, 2, 3, 4, 5, 6]
     assert "exhausted" in s.ended_because
-    known = search(storage, ["x=range(7,0,-1)"], lambda c: 1 / 0, preflight=Learning(), directions=["maximize"])
+    known = search(storage, words, lambda c: 1 / 0, preflight=Learning(), directions=["maximize"])
     known.run()
     assert known.runner.ran == []
 
