@@ -242,11 +242,13 @@ def test_the_gaussian_process_gets_as_many_constraints_in_every_trial(storage):
 
 
 def test_several_objectives_give_the_front(storage, tmp_path):
+    said = []
     s = search(
-        storage, ["x=range(0,5)", "y=0,1"], lambda c: [c.x - c.y, c.x + c.y],
-        sampler="grid", directions=["maximize", "minimize"], objectives=["speed", "peak"], folder=tmp_path,
+        storage, ["x=range(0,5)", "y=0,1"], lambda c: [c.x - c.y, c.x + c.y], sampler="grid", folder=tmp_path,
+        directions=["maximize", "minimize"], objectives=["speed", "peak"], say=said.append,
     )  # fmt: skip
-    s.run()
+    s.progress.end(s.run(), s.best(), "why")
+    assert said[-1].startswith("Pareto front of 5 trials:\n  trial 8: ok speed=4 peak=4 | x=4 y=0")
     assert [(r.params["x"], r.params["y"]) for r in s.best()] == [(4, 0), (3, 0), (2, 0), (1, 0), (0, 0)]
     assert {r.number for r in s.best()} == {t.number for t in s.study.best_trials}
     written = yaml.safe_load((tmp_path / "optimization_results.yaml").read_text())
@@ -335,6 +337,13 @@ def test_a_preflight_that_breaks_does_not_stop_the_search_but_bad_input_is_an_in
     assert [(r.outcome, r.launched) for r in found] == [("invalid", False), ("ok", True)]
     assert found[0].reason == "x=1: is wrong; give 2"
     assert any("cannot predict" in line for line in said)
+
+
+def test_a_point_that_cannot_be_composed_has_failed_and_the_rest_goes_on(storage):
+    s = search(storage, ["x=1,2"], lambda c: c.x, sampler="grid")
+    compose = s.runner.compose
+    s.runner.compose = lambda number, words: 1 / 0 if words == ["x=1"] else compose(number, words)
+    assert [(r.outcome, r.launched) for r in s.run()] == [("failed", False), ("ok", True)]
 
 
 def test_an_estimate_stands_in_for_a_value_that_an_out_of_memory_trial_lacks(storage):
