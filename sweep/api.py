@@ -193,6 +193,40 @@ def compare(
     return Compared(build(judge(results), Path()))
 
 
+def from_training_arguments(arguments: Any) -> dict[str, Any]:
+    """`workload` and `strategy` of `predict` for what transformers' TrainingArguments say, on one device.
+
+        said = sweep.from_training_arguments(arguments)
+        sweep.predict(model, loss, batch, device="rtx_4090", **said)
+
+    batch: of per_device_train_batch_size x gradient_accumulation_steps samples. Raises BadInput for an optimizer that
+    has no equivalent here: give `workload["optimizer"]["target"]` yourself.
+    """
+    micro, steps = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
+    name = str(getattr(arguments.optim, "value", arguments.optim))
+    betas = {"kwargs": {"betas": [arguments.adam_beta1, arguments.adam_beta2], "eps": arguments.adam_epsilon}}
+    known: dict[str, dict[str, Any]] = {
+        "adamw_torch": {"name": "adamw", **betas},
+        "adamw_torch_fused": {"name": "adamw", "implementation": "fused", **betas},
+        "sgd": {"name": "sgd"},
+    }
+    if name not in known:
+        raise BadInput("optim", name, "has no equivalent here", f"give one of {', '.join(known)}")
+    scheduler = str(getattr(arguments.lr_scheduler_type, "value", arguments.lr_scheduler_type))
+    workload = {
+        "global_batch_size": micro * steps,
+        "dtype": "amp_bf16" if arguments.bf16 else "amp_fp16" if arguments.fp16 else "fp32",
+        "optimizer": {**known[name], "lr": arguments.learning_rate, "weight_decay": arguments.weight_decay},
+        "scheduler": {"name": scheduler if scheduler in ("linear", "cosine") else "constant"},
+        "grad_clip_norm": arguments.max_grad_norm or None,
+        "seed": arguments.seed,
+    }
+    strategy: dict[str, Any] = {"micro_batch_size": micro if steps > 1 else None}
+    if arguments.gradient_checkpointing:
+        strategy["checkpoint"] = {"granularity": "blocks"}
+    return {"workload": workload, "strategy": strategy}
+
+
 def _config(
     model: Any, loss: Any, batch: Any, device: str, workload: Mapping[str, Any] | None, more: Mapping[str, Any]
 ) -> Config:

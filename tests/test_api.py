@@ -120,3 +120,22 @@ def test_a_loss_with_parameters_is_new_in_each_trial() -> None:
     _, model, batch = given({"model": {**CONVNET, "layers": 2}, "data": DIGITS})
     found = sweep.compare(model, loss, batch, strategies=["checkpoint"], device="cpu", measure=MEASURE)
     assert [r.outcome for r in found.results] == ["ok", "ok"] and not loss.centres.any()
+
+
+def test_training_arguments_say_workload_and_strategy() -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    arguments = transformers.TrainingArguments(
+        output_dir="out", per_device_train_batch_size=2, gradient_accumulation_steps=4, gradient_checkpointing=True,
+        optim="adamw_torch_fused", learning_rate=0.01, weight_decay=0.1, bf16=True, use_cpu=True,
+    )  # fmt: skip
+    said = sweep.from_training_arguments(arguments)
+    assert said["strategy"] == {"micro_batch_size": 2, "checkpoint": {"granularity": "blocks"}}
+    _, model, batch = given({"model": LLAMA, "data": TOKENS})
+    found = sweep.predict(model, CrossEntropy(), batch, device="l4", **said)
+    own = {"dtype": "amp_bf16", "optimizer": {"implementation": "fused"}, "grad_clip_norm": 1.0}
+    whole = sweep.predict(model, CrossEntropy(), batch, device="l4", workload=own)
+    assert found.allocated_mib < whole.allocated_mib
+    arguments.optim = "adafactor"
+    with pytest.raises(BadInput, match="adafactor"):
+        sweep.from_training_arguments(arguments)

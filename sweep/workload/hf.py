@@ -1,6 +1,7 @@
-"""Any causal language model of the transformers library as a workload: from config values, with random weights.
+"""Any causal language model of the transformers library as a workload: from config values, with random weights, or from
+a local folder, with its own; and with a LoRA of the peft library.
 
-Nothing is downloaded. transformers is an optional extra and imported only when such a workload is built.
+Nothing is downloaded. transformers and peft are optional extras, imported only when such a workload is built.
 """
 
 from __future__ import annotations
@@ -10,18 +11,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from sweep.errors import BadInput
+from sweep.memory.hollow import is_hollow
 
 KEY = "workload.model.config"
 
 
 def causal_lm(config: Mapping[str, Any] | str | None, attention: Any = "sdpa") -> nn.Module:
-    """The model that `config` describes, in fp32, with random weights and without a key/value cache.
+    """The model that `config` describes, in fp32, without a key/value cache.
 
     config: values of a transformers config with its `model_type`, such as {model_type: llama, hidden_size: 2048}; what
-        is left out has the library's default. Or the path of a `config.json`.
+        is left out has the library's default. Or the path of a `config.json`: random weights as well. Or a folder that
+        `save_pretrained` has written: with its weights, which a prediction leaves alone.
     attention: "sdpa" or "eager".
 
     It takes token ids [B, S] int64 as its first argument and returns an object with `.logits` [B, S, vocabulary].
@@ -47,6 +51,7 @@ def causal_lm(config: Mapping[str, Any] | str | None, attention: Any = "sdpa") -
         raise BadInput(KEY, config, "has no model_type", f"give one, {example}")
     for meaningless in ("architectures", "transformers_version", "torch_dtype", "dtype", "_name_or_path"):
         values.pop(meaningless, None)
+    folder = config if isinstance(config, str) and Path(config).is_dir() else None
     values["use_cache"] = False  # a cache grows under recomputation, and training has no use for one
     try:
         settings = transformers.AutoConfig.for_model(kind, **values)
@@ -54,10 +59,54 @@ def causal_lm(config: Mapping[str, Any] | str | None, attention: Any = "sdpa") -
         raise BadInput(KEY, kind, f"is no model of transformers {transformers.__version__}", _hint(error)) from error
     implementation = str(getattr(attention, "value", attention))
     try:
-        model = transformers.AutoModelForCausalLM.from_config(settings, attn_implementation=implementation)
+        if folder is not None and not _without_values():
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, config=settings, attn_implementation=implementation, dtype=torch.float32, local_files_only=True
+            )
+        else:
+            model = transformers.AutoModelForCausalLM.from_config(settings, attn_implementation=implementation)
+    except OSError as error:
+        todo = "give a folder that save_pretrained has written, or its config.json for random weights"
+        raise BadInput(KEY, config, f"holds no weights ({_hint(error)})", todo) from error
     except (ValueError, KeyError, TypeError, AssertionError, ZeroDivisionError) as error:
         raise BadInput(KEY, kind, "cannot be built from these values", _hint(error)) from error
     return _without_packing(model)
+
+
+def lora(
+    config: Mapping[str, Any] | str | None,
+    attention: Any = "sdpa",
+    r: int = 8,
+    alpha: int = 16,
+    dropout: float = 0.0,
+    targets: Any = None,
+) -> nn.Module:
+    """A frozen `causal_lm` with a LoRA on its linear layers: only the LoRA is trained.
+
+    r: rank. alpha: its scale. targets: names of the layers; None: the library's choice for the kind of model.
+
+    Raises BadInput as `causal_lm`, and where peft is not installed or has no such layers.
+    """
+    model = causal_lm(config, attention)
+    try:
+        import peft
+    except ImportError as error:
+        wrong, todo = "needs the peft library, which is not installed", "pip install peft, or choose another workload"
+        raise BadInput("workload.model._target_", "sweep.workload.hf.lora", wrong, todo) from error
+    wanted = None if targets is None else list(targets)
+    settings = peft.LoraConfig(
+        r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=wanted, task_type=peft.TaskType.CAUSAL_LM
+    )
+    try:
+        return peft.get_peft_model(model, settings)
+    except ValueError as error:
+        raise BadInput("workload.model.targets", targets, _hint(error), "name linear layers of the model") from error
+
+
+def _without_values() -> bool:
+    """Whether tensors that are made now have no values: in a prediction, or in an outline."""
+    made = torch.empty(1)
+    return made.is_meta or is_hollow(made)
 
 
 def _without_packing(model: nn.Module) -> nn.Module:
@@ -89,8 +138,9 @@ def _none(*_: Any, **__: Any) -> None:
 
 
 def _read(path: str) -> dict[str, Any]:
+    file = Path(path, "config.json") if Path(path).is_dir() else Path(path)
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BadInput(
             KEY, path, f"cannot be read ({_hint(error)})", "give values, or the path of a config.json"

@@ -15,7 +15,7 @@ from sweep.config.schema import CheckpointConf, Granularity, StrategyConf
 from sweep.errors import BadInput
 from sweep.strategy import applied
 from sweep.workload.build import find_blocks
-from sweep.workload.hf import causal_lm
+from sweep.workload.hf import causal_lm, lora
 from sweep.workload.loss import CrossEntropy
 from sweep.workload.step import Phases
 
@@ -141,3 +141,44 @@ def test_the_cache_of_a_model_that_has_one_is_off_under_checkpointing() -> None:
     assert model.config.use_cache is True
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
+
+
+# -- a folder, and LoRA -----------------------------------------------------------------------------------------------
+
+
+def test_a_folder_gives_its_weights_and_a_prediction_leaves_them_alone(tmp_path: Path) -> None:
+    saved = causal_lm(LLAMA)
+    saved.save_pretrained(tmp_path / "model")
+    loaded = causal_lm(str(tmp_path / "model"))
+    assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), loaded.parameters()))
+    assert loaded.config.use_cache is False and all(p.dtype is torch.float32 for p in loaded.parameters())
+    with torch.device("meta"):
+        assert next(causal_lm(str(tmp_path / "model")).parameters()).is_meta
+    for file in (tmp_path / "model").glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(BadInput, match="holds no weights"):
+        causal_lm(str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("strategy", ["micro_batch", "checkpoint", "offload"])
+def test_a_lora_is_predicted_as_measured_and_every_strategy_is_equal(strategy: str) -> None:
+    pytest.importorskip("peft")
+    from small_workloads import TOKENS, config
+
+    from sweep.trial.trial import run_trial
+
+    workload = {"model": {"_target_": "sweep.workload.hf.lora", "config": {**LLAMA, "vocab_size": 32}}, "data": TOKENS}
+    own = {"micro_batch": {"micro_batch_size": 2}, "checkpoint": {"checkpoint": {"granularity": "blocks"}},
+           "offload": {"offload": {"placement": "all", "min_tensor_kib": 0.25}}}[strategy]  # fmt: skip
+    found = run_trial(config(workload, {"name": strategy, **own}, measure={"repeats": 1}), strategy)
+    assert found.outcome == "ok", found.error
+    assert found.verification is not None and found.verification.passed
+    assert found.prediction is not None and found.prediction.error_ratio == 0
+    trained = [n for n, p in lora({**LLAMA}).named_parameters() if p.requires_grad]
+    assert trained and all("lora" in n for n in trained)
+
+
+def test_layers_that_a_model_has_not_are_one_line() -> None:
+    pytest.importorskip("peft")
+    with pytest.raises(BadInput, match=r"workload\.model\.targets"):
+        lora(LLAMA, targets=["no_such_layer"])
