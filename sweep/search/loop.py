@@ -33,6 +33,7 @@ from sweep.search.candidate import (
     read_exception,
     read_preflight,
 )
+from sweep.search.plots import draw_study
 from sweep.search.space import Point, Space, bare
 from sweep.search.study import (
     ANSWERED_BY,
@@ -287,8 +288,11 @@ class Search:
         return found if preferred is None else [preferred, *(r for r in found if r is not preferred)]
 
     def files(self) -> list[Path]:
-        """What a search leaves beside a report."""
-        return [p for p in [self.folder / RESULTS_FILE] if p.is_file()] if self.folder is not None else []
+        """What a search leaves beside a report: its result, and its pictures, drawn now."""
+        if self.folder is None:
+            return []
+        result = self.folder / RESULTS_FILE
+        return [*([result] if result.is_file() else []), *draw_study(self.study, self.folder)]
 
     # --- what earlier commands left -------------------------------------------------------------------------------
 

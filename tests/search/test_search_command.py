@@ -117,7 +117,7 @@ def test_a_search_refuses_what_cannot_fit_and_measures_the_rest(searched: tuple[
         assert words in output
     (parent,) = runs(folder, "tags.kind = 'sweep'")
     names = {a.path for a in MlflowClient(f"sqlite:///{folder}/mlflow.db").list_artifacts(parent.info.run_id)}
-    assert {"optimization_results.yaml", "report.json"} <= names
+    assert {"optimization_results.yaml", "search_history.png", "report.json"} <= names
 
 
 def test_the_same_command_goes_on_and_ends_when_all_is_known(searched: tuple[Path, str]) -> None:
