@@ -783,7 +783,12 @@ def said(result: TrialResult, decision: Decision, comparison: Comparison, result
         "next_action": advice(decision.advice),
         "against": "the budget alone: this is the baseline" if result.is_baseline else against(comparison, results),
         "disturbed": "; ".join(map(disturbed, decision.disturbed)),
+        "preferred": "yes" if decision is _preferred(comparison) else "",
     }
+
+
+def _preferred(c: Comparison) -> Decision | None:
+    return None if c.preferred_index is None else c.decisions[c.preferred_index]
 
 
 # -- causes ----------------------------------------------------------------------------------------------------------

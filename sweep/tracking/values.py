@@ -222,10 +222,14 @@ def repeat_metrics_of(measurement: Measurement | None) -> list[MetricValue]:
 
 
 def sweep_metrics_of(comparisons: Sequence[Comparison]) -> list[MetricValue]:
-    """How many trials were judged, and how many accepted; none without a comparison."""
+    """How many trials were judged and how many accepted, and the preferred one's peak and speed (of the first
+    comparison that has one); none without a comparison."""
     verdicts = [decision.verdict for c in comparisons for decision in c.decisions]
-    accepted = verdicts.count(Verdict.accept.value)
-    return [("sweep/trials", len(verdicts), 0), ("sweep/accepted", accepted, 0)] if comparisons else []
+    found: dict[str, float | None] = {"trials": len(verdicts), "accepted": verdicts.count(Verdict.accept.value)}
+    best = next((c.decisions[c.preferred_index] for c in comparisons if c.preferred_index is not None), None)
+    if best is not None:
+        found |= {"peak_mib": best.peak_mib, "throughput_ratio": best.throughput_ratio}
+    return [(f"sweep/{k}", v, 0) for k, v in found.items() if v is not None] if comparisons else []
 
 
 # Tags
@@ -262,7 +266,9 @@ def decision_tags_of(result: TrialResult, said: Mapping[str, str] | None = None)
     quality = decision.quality.verdict if decision.quality is not None else ""
     words = {name: text for name, text in (said or {}).items() if name != "why"}  # that one is in the description
     tags = _filled({**words, "verdict": decision.verdict, "quality": quality})
-    return tags | {"reasons": ", ".join(decision.reasons)} | note_tags(description_of(result, said))
+    # Empty ones clear what an earlier command wrote there.
+    cleared = {"reasons": ", ".join(decision.reasons)} | ({"preferred": words.get("preferred", "")} if said else {})
+    return tags | cleared | note_tags(description_of(result, said))
 
 
 def sweep_tags_of(comparisons: Sequence[Comparison]) -> dict[str, str]:

@@ -37,7 +37,8 @@ NOTE_START = "**Memory strategies**: "
 
 #: Columns in the order shown, and their widths in pixels. MLflow leaves out what no run has.
 OF_TRIALS = {
-    "attributes.`Run Name`": 300, "runDateAndNestInfo": 152, "tags.`verdict`": 76, "tags.`outcome`": 104,
+    "attributes.`Run Name`": 300, "runDateAndNestInfo": 152, "tags.`preferred`": 86, "tags.`verdict`": 76,
+    "tags.`outcome`": 104,
     "metrics.`memory/peak_mib`": 142, "metrics.`memory/saved_mib`": 148, "metrics.`time/step_ms`": 116,
     "metrics.`throughput/ratio`": 136, "metrics.`quality/eval_loss`": 138, "tags.`evidence`": 92,
     f"params.`{MICRO_BATCH}`": 100, f"params.`{CHECKPOINT}`": 110, f"params.`{OFFLOAD}`": 110, "tags.`reasons`": 170,
@@ -45,7 +46,8 @@ OF_TRIALS = {
 }  # fmt: skip
 OF_SWEEPS = {
     "attributes.`Run Name`": 220, "runDateAndNestInfo": 152, "tags.`verdict`": 76, "tags.`preferred`": 260,
-    "metrics.`sweep/trials`": 110, "metrics.`sweep/accepted`": 126, "tags.`mode`": 90, "params.`overrides`": 520,
+    "metrics.`sweep/peak_mib`": 130, "metrics.`sweep/throughput_ratio`": 150, "metrics.`sweep/trials`": 110,
+    "metrics.`sweep/accepted`": 126, "tags.`mode`": 90, "params.`overrides`": 520,
     "tags.`git_commit`": 110, "duration": 90,
 }  # fmt: skip
 #: Shown always; only their place and width are chosen.

@@ -88,7 +88,9 @@ def test_trials_lie_under_their_sweep_and_the_experiment_says_where_its_views_ar
     link = "return [...document.links].find(link => link.innerText === 'all sweeps').getAttribute('href')"
     page.open(page.run(link))  # a click opens it in another tab
     rows = page.until_rows(2)
-    assert page.columns()[:6] == ["Run Name", "Created", "verdict", "preferred", "sweep/trials", "sweep/accepted"]
+    assert page.columns()[:6] == [
+        *("Run Name", "Created", "verdict", "preferred", "sweep/peak_mib", "sweep/throughput_ratio"),
+    ]
     accepted = [t.name for t in ui.trials if t.decision is not None and t.decision.verdict == "accept"]
     counts = (rows[1]["metrics.`sweep/trials`"], rows[1]["metrics.`sweep/accepted`"])
     assert counts == (str(len(ui.trials)), str(len(accepted)))
@@ -102,8 +104,8 @@ def test_the_view_of_a_sweep_has_the_columns_that_decide(ui: Recorded) -> None:
     page.open(sweep_page(ui.store, ui.sweep))
     rows = page.until_rows(len(ui.trials))
     shown = page.columns()
-    assert shown[:9] == [
-        *("Run Name", "Created", "verdict", "outcome", "memory/peak_mib", "memory/saved_mib"),
+    assert shown[:10] == [
+        *("Run Name", "Created", "preferred", "verdict", "outcome", "memory/peak_mib", "memory/saved_mib"),
         *("time/step_ms", "throughput/ratio", "quality/eval_loss"),
     ]
     assert set(shown) >= {"evidence", "micro_batch", "checkpoint", "offload"}
@@ -114,6 +116,7 @@ def test_the_view_of_a_sweep_has_the_columns_that_decide(ui: Recorded) -> None:
         assert row["tags.`verdict`"] == trial.decision.verdict
         assert row["metrics.`memory/peak_mib`"] == f"{round(trial.peak_mib or 0.0, 3):g}"
         assert row["tags.`evidence`"] == "cpu"
+    assert [row["tags.`preferred`"] for row in rows if row["tags.`preferred`"] not in ("", "-")] == ["yes"]
     assert (rows[0]["params.`micro_batch`"], rows[0]["params.`checkpoint`"]) == ("16", "none")  # null: the whole batch
     colors = {kind: {color(row) for row in rows if name(row).startswith(kind)} for kind in ("micro_batch", "offload")}
     assert not colors["micro_batch"] & colors["offload"]

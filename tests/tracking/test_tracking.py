@@ -56,8 +56,8 @@ def test_a_sweep_and_its_trials(store: Store, tmp_path: Path, monkeypatch: pytes
     folder.mkdir()
     extra.write_text("<p>memory</p>")
     (folder / "trace.json").write_text("{}")
-    result, decisions = parts.finished(), [Decision("accept"), Decision("reject"), Decision("accept")]
-    comparison = Comparison("f1", "w", "cpu", "measure", "cpu", "accept", "offload", "", "", "", decisions=decisions)
+    result, decisions = parts.finished(), [Decision("accept"), Decision("reject"), Decision("accept", peak_mib=70.0)]
+    comparison = Comparison("f1", "w", "cpu", "measure", "cpu", "accept", "offload", 2, decisions=decisions)
 
     sweep = open_sweep(store, "gpt_tiny on cpu", tags={"workload": "gpt_tiny"}, params={"budget": {"memory_mib": 500}})
     monkeypatch.chdir(elsewhere)  # as hydra.job.chdir does between the trials
@@ -92,7 +92,7 @@ def test_a_sweep_and_its_trials(store: Store, tmp_path: Path, monkeypatch: pytes
     assert '"cuda": "none"' in (environment / "environment.json").read_text()
 
     assert (parent.data.params, parent.data.tags[NOTE]) == ({"budget.memory_mib": "500"}, "# Best: checkpoint")
-    assert parent.data.metrics == {"sweep/trials": 3.0, "sweep/accepted": 2.0}
+    assert parent.data.metrics == {"sweep/trials": 3.0, "sweep/accepted": 2.0, "sweep/peak_mib": 70.0}
     expected = {"verdict": "accept", "preferred": "offload", "kind": "sweep", "workload": "gpt_tiny"}
     assert {name: parent.data.tags[name] for name in expected} == expected
     assert artifacts(store, sweep) == ["environment", "memory.html"]

@@ -19,7 +19,7 @@ from mlflow.tracking import MlflowClient
 
 from sweep.results import Decision
 from sweep.tracking import Store, close_sweep, initialise, open_sweep, start_trial, store_location, sweep_page
-from sweep.tracking.values import NOTE, knobs_of, metrics_of, result_tags_of
+from sweep.tracking.values import NOTE, decision_tags_of, knobs_of, metrics_of, result_tags_of
 from sweep.tracking.views import KIND, KIND_TAG, SWEEPS_KEPT, TAG, save_views, trials_state, understands_views
 
 
@@ -74,6 +74,7 @@ def test_columns_and_charts_show_what_is_logged() -> None:
     result = parts.finished(decision=parts.accepted())
     metrics, knobs = {name for name, _, _ in metrics_of(result)}, set(knobs_of(result))
     known = {f"metrics.`{name}`" for name in metrics} | {f"tags.`{name}`" for name in result_tags_of(result)}
+    known |= {f"tags.`{name}`" for name in decision_tags_of(result, {"preferred": "yes"})}
     known |= {f"params.`{name}`" for name in knobs} | {"tags.`sweep`"}
     state = trials_state("", "")
     assert set(state["selectedColumns"]) <= known
