@@ -164,6 +164,7 @@ def test_a_list_without_the_baseline_runs_it_first(project: Path, tmp_path: Path
     assert first["is_baseline"]
 
 
+@pytest.mark.slow
 def test_one_trial_is_compared_with_its_baseline(project: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     done = train(
@@ -195,6 +196,7 @@ def test_micro_batches_with_batchnorm_are_invalid_and_the_sweep_goes_on(project:
     assert "stem.1" in done.stdout
 
 
+@pytest.mark.slow
 def test_an_emulated_device_that_is_too_small_for_the_baseline(project: Path, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     common = ["device.capacity_mib=14", f"hydra.sweep.dir={folder}", *SMALL]
@@ -206,6 +208,7 @@ def test_an_emulated_device_that_is_too_small_for_the_baseline(project: Path, tm
     assert "absolute floors" in report["against"]
 
 
+@pytest.mark.slow
 def test_nothing_fits_is_exit_code_3(project: Path, tmp_path: Path) -> None:
     done = train(
         project, "-m", "strategy=checkpoint", "device.capacity_mib=1", f"hydra.sweep.dir={tmp_path}", *SMALL, check=3

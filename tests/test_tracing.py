@@ -133,6 +133,7 @@ def train(tmp_path: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_sweep_with_explain_keeps_traces_in_folders_and_in_mlflow(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 

@@ -74,7 +74,7 @@ def around(values: list[float], draw: random.Random) -> list[float]:
 # ---- one setting
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))])
 def test_along_every_setting_the_answer_is_that_of_conclude(seed: int) -> None:
     draw = random.Random(seed)
     results, budget, capacity = random_sweep(seed), random_budget(draw), draw.choice([None, 200.0, 400.0])

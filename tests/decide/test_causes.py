@@ -433,6 +433,7 @@ def forecast() -> Callable[..., list[TrialResult]]:
     return predict
 
 
+@pytest.mark.slow
 def test_the_published_comparison_says_by_itself_why_its_strategies_stop(
     forecast: Callable[..., list[TrialResult]],
 ) -> None:

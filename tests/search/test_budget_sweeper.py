@@ -240,6 +240,7 @@ def test_case_8_values_reach_the_job_as_they_were_written(app):
     assert [type(v) for v in plain] == [type(v) for v in wanted]
 
 
+@pytest.mark.slow
 def test_case_9_a_grid_has_the_samplers_values_and_runs_them_all(app):
     points: list[set[tuple[Any, ...]]] = []
     for sampler, n_trials in (("Grid", "null"), ("Random", "200")):

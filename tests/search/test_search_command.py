@@ -120,6 +120,7 @@ def test_a_search_refuses_what_cannot_fit_and_measures_the_rest(searched: tuple[
     assert {"optimization_results.yaml", "search_history.png", "report.json"} <= names
 
 
+@pytest.mark.slow
 def test_the_same_command_goes_on_and_ends_when_all_is_known(searched: tuple[Path, str]) -> None:
     """More trials of the same study: the first command's trials are in the report, and under the same parent run."""
     folder, _ = searched
