@@ -134,7 +134,8 @@ def _torch(lines: _Lines) -> Use:
         "        optimizer.zero_grad(set_to_none=True)",
         *_indented([*step, *_update(lines)], 8),
     ]
-    return Use("plain torch", "\n".join(code), "The loss is a mean over the targets of a part.")
+    note = "the loss is a mean over the targets of a part" if lines.steps > 1 else ""
+    return Use("plain torch", "\n".join(code), note)
 
 
 def _alone(lines: _Lines) -> Use:
