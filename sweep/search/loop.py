@@ -33,7 +33,6 @@ from sweep.search.candidate import (
     read_exception,
     read_preflight,
 )
-from sweep.search.plots import draw_study
 from sweep.search.space import Point, Space, bare
 from sweep.search.study import (
     ANSWERED_BY,
@@ -49,6 +48,7 @@ from sweep.search.study import (
     best_first,
     close,
     counts,
+    draw_study,
     least_violating,
     record,
     records,
