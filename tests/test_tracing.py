@@ -152,7 +152,8 @@ def test_a_sweep_with_explain_keeps_traces_in_folders_and_in_mlflow(tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_search_and_a_prediction_take_explain_too(tmp_path: Path) -> None:
-    out = train(tmp_path, "search=budget", "search.n_trials=3", "explain=true", "budget.memory_mib=25")
+    storage = f"hydra.sweeper.storage=sqlite:///{tmp_path}/optuna.db"  # a second run of this test is not gone on with
+    out = train(tmp_path, "search=budget", "search.n_trials=3", "explain=true", "budget.memory_mib=25", storage)
     assert "Tracing a few steps of" in out
     assert any(read_trial(p).trace is not None for p in (tmp_path / "sweep").glob("**/result.json"))
     out = train(tmp_path, "-m", "strategy=baseline,checkpoint", "mode=predict", "explain=true")
